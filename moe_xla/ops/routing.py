@@ -1,0 +1,109 @@
+"""The order of rows: which assignment sits in which row, and where each expert's rows lie.
+
+In: the expert of each assignment.  Out: a `Plan`, three int32 arrays on the device that every other op reads.  Rows
+are sorted by expert, in the order of the assignments within an expert; assignments to no expert come last (the tail).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from moe_xla.ops import checks
+
+
+class Plan(NamedTuple):
+    """Where the A assignments of a routing sit in the rows.
+
+    Attributes:
+      permutation: [A] int32, row `r` holds assignment `permutation[r]`.
+      inverse: [A] int32, assignment `a` sits in row `inverse[a]`.
+      group_sizes: [E] int32, rows per expert; rows from their sum on are the tail and belong to no expert.
+    """
+
+    permutation: jax.Array
+    inverse: jax.Array
+    group_sizes: jax.Array
+
+
+def plan(expert_index: Any, num_experts: int) -> Plan:
+    """Sorts assignments by expert, stably.
+
+    Args:
+      expert_index: integer array of any shape; read in row-major order it holds the expert of each of the A
+        assignments, e.g. [T, K] as `jax.lax.top_k` returns it.  Values below 0 or from `num_experts` on are
+        assignments to no expert: they go to the tail rows.
+      num_experts: E, a static int.
+
+    Returns:
+      The `Plan`; all of its arrays are int32 and stay on the device.
+
+    Raises:
+      TypeError: `expert_index` is not an integer array, or `num_experts` not a static int.
+      ValueError: `num_experts` is negative.
+    """
+    experts = checks.count("num_experts", num_experts)
+    index = checks.int_array("expert_index", expert_index)
+    index = lax.reshape(index, (index.size,))
+    key = lax.select((index >= 0) & (index < experts), index, lax.full_like(index, experts))
+    position = lax.iota(np.int32, index.size)
+    _, permutation = lax.sort((key, position), num_keys=1, is_stable=True)
+    _, inverse = lax.sort((permutation, position), num_keys=1)
+    return Plan(permutation, inverse, _counts(key, experts))
+
+
+def _counts(key: jax.Array, experts: int) -> jax.Array:
+    hits = lax.eq(key[:, None], lax.broadcasted_iota(np.int32, (key.size, experts), 1))
+    return lax.reduce_sum(lax.convert_element_type(hits, np.int32), (0,))
+
+
+def group_ends(group_sizes: jax.Array, rows: int) -> jax.Array:
+    """[E] int32: the row after the last one of each group, at most `rows`."""
+    ends = lax.cumsum(lax.max(group_sizes, np.int32(0)))
+    return lax.min(ends, np.int32(rows))
+
+
+def kept_rows(group_sizes: jax.Array) -> jax.Array:
+    """Scalar int32: the number of rows that belong to an expert."""
+    return lax.reduce_sum(group_sizes, (0,))
+
+
+def rank(routing: Plan) -> jax.Array:
+    """Position of each assignment in its expert's queue, counted from 0.
+
+    Returns:
+      [A] int32, in the order of the assignments.  Assignments to no expert are counted in a queue of their own.
+    """
+    inverse = routing.inverse
+    return inverse - _last_end(inverse, group_ends(routing.group_sizes, inverse.size))
+
+
+def _last_end(row: jax.Array, ends: jax.Array) -> jax.Array:
+    shape = (row.size, ends.size)
+    ends = lax.broadcast_in_dim(ends, shape, (1,))
+    passed = lax.select(ends <= lax.broadcast_in_dim(row, shape, (0,)), ends, lax.full_like(ends, 0))
+    return lax.reduce_max(passed, (1,)) if shape[1] else lax.full_like(row, 0)
+
+
+def expert_of_row(group_sizes: Any, rows: int) -> jax.Array:
+    """Expert that each row belongs to.
+
+    Args:
+      group_sizes: [E] integers.
+      rows: A, a static int.
+
+    Returns:
+      [A] int32; E for the tail rows.
+
+    Raises:
+      TypeError, ValueError: an argument is not of that kind.
+    """
+    sizes = checks.int_vector("group_sizes", group_sizes)
+    count = checks.count("rows", rows)
+    shape = (count, sizes.size)
+    ends = lax.broadcast_in_dim(group_ends(sizes, count), shape, (1,))
+    passed = ends <= lax.broadcasted_iota(np.int32, shape, 0)
+    return lax.reduce_sum(lax.convert_element_type(passed, np.int32), (1,))

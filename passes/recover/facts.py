@@ -1,0 +1,378 @@
+"""Facts that are proved about integer nodes, never assumed: where an index comes from and what that implies.
+
+Three kinds carry everything: a position is a queue count plus counts of earlier queues (`rank_of`), an index is below a
+bound (`bound_of`), the indices of one `top_k` differ from each other (`distinct_of`).
+
+In: a graph and factors.  Out: facts, or None where nothing is proved.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from jax import numpy as jnp
+
+from moe_xla.passes.recover.nodes import (
+    Ein,
+    Graph,
+    Iota,
+    Leaf,
+    Map,
+    Node,
+    Rank,
+    is_boolean,
+    is_extended,
+    is_floating,
+    is_integer,
+    literal,
+    operands_at,
+)
+from moe_xla.passes.recover.terms import (
+    Const,
+    Factor,
+    Idx,
+    Substitution,
+    Term,
+    Var,
+    substitute,
+    substitute_factor,
+)
+
+Atoms = frozenset[tuple[Factor, float]]
+
+
+class LinearForm(NamedTuple):
+    """`Σ coefficient · factor + constant`."""
+
+    atoms: Atoms
+    constant: float
+
+
+_IDENTITIES = ("copy", "stop_gradient", "reduce_precision")
+_SIGNS = {"add": (1, 1), "add_any": (1, 1), "sub": (1, -1), "neg": (-1,)}
+
+
+def linear_form(graph: Graph, factor: Factor) -> LinearForm:
+    """`factor` as a linear combination of factors that are not sums themselves."""
+    key = ("linear", factor)
+    form = graph.memo.get(key)
+    if form is None:
+        form = graph.memo[key] = _linear_form(graph, factor)
+    return form
+
+
+def _atom(factor: Factor) -> LinearForm:
+    return LinearForm(frozenset({(factor, 1)}), 0)
+
+
+def _linear_form(graph: Graph, factor: Factor) -> LinearForm:
+    node = factor.node
+    value = literal(factor)
+    if value is not None:
+        numeric = is_integer(node.dtype) or is_floating(node.dtype) or is_boolean(node.dtype)
+        return LinearForm(frozenset(), float(value)) if numeric else _atom(factor)
+    if isinstance(node, Map):
+        return _linear_map(graph, factor, node)
+    if isinstance(node, Ein) and node.gathers and not node.binders and len(node.factors) == 1 and node.coef == 1:
+        if not node.guards and not node.equalities:
+            return linear_form(graph, substitute_factor(node.factors[0], node.bind(factor.args)))
+    return _atom(factor)
+
+
+def _linear_map(graph: Graph, factor: Factor, node: Map) -> LinearForm:
+    ops = operands_at(factor)
+    if node.name == "convert_element_type":
+        source = ops[0].node.dtype
+        plain = not is_boolean(source) and not is_extended(source) and (is_integer(node.dtype) or is_floating(node.dtype))
+        return linear_form(graph, ops[0]) if plain else _atom(factor)
+    if node.name in _IDENTITIES:
+        return linear_form(graph, ops[0])
+    if node.name == "mul":
+        for i in (0, 1):
+            scale = literal(ops[i])
+            if scale is not None:
+                return _combine([(float(scale), linear_form(graph, ops[1 - i]))])
+        return _atom(factor)
+    signs = _SIGNS.get(node.name)
+    if signs is None:
+        return _atom(factor)
+    return _combine([(s, linear_form(graph, op)) for s, op in zip(signs, ops, strict=True)])
+
+
+def _combine(parts: list[tuple[float, LinearForm]]) -> LinearForm:
+    total: dict[Factor, float] = {}
+    constant = 0.0
+    for scale, form in parts:
+        constant += scale * form.constant
+        for atom, coefficient in form.atoms:
+            total[atom] = total.get(atom, 0) + scale * coefficient
+    return LinearForm(frozenset((a, c) for a, c in total.items() if c), constant)
+
+
+def same_term(graph: Graph, a: Term, b: Term) -> bool:
+    """Whether two terms are provably the same place."""
+    if a == b:
+        return True
+    if not (isinstance(a, Idx) and isinstance(b, Idx)) or a.size != b.size:
+        return False
+    return linear_form(graph, a.factor) == linear_form(graph, b.factor)
+
+
+def represents_exactly(dtype: object, count: int) -> bool:
+    """Whether every integer up to `count` has its own value in the dtype."""
+    if is_integer(dtype):
+        return bool(count <= jnp.iinfo(dtype).max)
+    return is_floating(dtype) and bool(count <= 2 ** (jnp.finfo(dtype).nmant + 1))
+
+
+class RankFact(NamedTuple):
+    """A factor that equals `rank(batch, order, expert) + Σ others + constant`."""
+
+    rank: Rank
+    index: Term
+    batch: tuple[Term, ...]
+    order: tuple[Term, ...]
+    expert: Term
+    others: Atoms
+    constant: float
+    guards: tuple[Factor, ...]
+
+    def is_own(self, graph: Graph) -> bool:
+        """Whether the queue is that of the assignment's own expert."""
+        return isinstance(self.expert, Idx) and same_term(graph, self.index, self.expert)
+
+
+def rank_of(graph: Graph, factor: Factor) -> RankFact | None:
+    """The fact that `factor` is a queue position, or None."""
+    key = ("rank", factor)
+    if key not in graph.memo:
+        graph.memo[key] = _rank_of(graph, factor)
+    fact: RankFact | None = graph.memo[key]
+    return fact
+
+
+def _rank_of(graph: Graph, factor: Factor) -> RankFact | None:
+    form = linear_form(graph, factor)
+    ranks = [(a, c) for a, c in form.atoms if isinstance(a.node, Rank)]
+    if len(ranks) != 1 or ranks[0][1] != 1:
+        return None
+    atom = ranks[0][0]
+    rank = atom.node
+    assert isinstance(rank, Rank)
+    if not represents_exactly(rank.dtype, math.prod(v.size for v in rank.order + rank.many) + 1):
+        return None
+    mapping = rank.bind(atom.args)
+    return RankFact(
+        rank=rank,
+        index=_own_index(rank, mapping, atom.args[-1]),
+        batch=tuple(mapping[v] for v in rank.batch),
+        order=tuple(mapping[v] for v in rank.order),
+        expert=atom.args[-1],
+        others=frozenset((a, c) for a, c in form.atoms if a is not atom),
+        constant=form.constant,
+        guards=tuple(substitute_factor(g, mapping) for g in rank.guards),
+    )
+
+
+def _own_index(rank: Rank, mapping: Substitution, expert: Term) -> Term:
+    """The rank's index where the rank is read; its `many` variables are those of the expert it is read at."""
+    index = substitute(rank.index, mapping)
+    if not rank.many or not isinstance(expert, Idx) or expert.node is not rank.index.node:
+        return index
+    chosen = {
+        v: arg for v, arg in zip(rank.index.args, expert.args, strict=True) if isinstance(v, Var) and v in rank.many
+    }
+    return substitute(rank.index, {**mapping, **chosen})
+
+
+def is_count(node: Node) -> bool:
+    """Whether a node counts assignments per expert: a sum of ones scattered by an index."""
+    return (
+        isinstance(node, Ein)
+        and not node.factors
+        and not node.equalities
+        and node.coef == 1
+        and node.reducer == "sum"
+        and any(isinstance(t, Idx) for t in node.out)
+    )
+
+
+def others_follow(graph: Graph, fact: RankFact) -> bool:
+    """Whether the other counts in a position are determined by its batch and its expert."""
+    known = (*fact.batch, fact.index, fact.expert)
+    return all(
+        all(isinstance(t, Const) or any(same_term(graph, t, k) for k in known) for t in atom.args) for atom, _ in fact.others
+    )
+
+
+class DistinctFact(NamedTuple):
+    """An index that takes different values along `along`, the rest of its arguments fixed."""
+
+    node: Node
+    axis: int
+    along: Term
+    rest: tuple[Term, ...]
+
+
+def distinct_of(graph: Graph, factor: Factor) -> DistinctFact | None:
+    """The fact that `factor` is an index out of one `top_k` (values along its axis differ), or None."""
+    form = linear_form(graph, factor)
+    if len(form.atoms) != 1 or form.constant != 0:
+        return None
+    ((atom, coefficient),) = form.atoms
+    if coefficient != 1:
+        return None
+    axis = graph.distinct.get(atom.node)
+    if axis is None:
+        return None
+    return DistinctFact(atom.node, axis, atom.args[axis], atom.args[:axis] + atom.args[axis + 1 :])
+
+
+def bound_of(graph: Graph, factor: Factor) -> int | None:
+    """An n with 0 ≤ factor < n, or None."""
+    form = linear_form(graph, factor)
+    if len(form.atoms) != 1 or form.constant != 0:
+        return None
+    ((atom, coefficient),) = form.atoms
+    if coefficient != 1:
+        return None
+    node = atom.node
+    if node in graph.bounds:
+        return graph.bounds[node]
+    if isinstance(node, Iota):
+        return node.shape[0]
+    if isinstance(node, Map):
+        return _bound_of_map(graph, atom, node)
+    return None
+
+
+def _bound_of_map(graph: Graph, atom: Factor, node: Map) -> int | None:
+    ops = operands_at(atom)
+    divisor = literal(ops[1]) if len(ops) == 2 else None
+    if node.name in ("div", "rem") and is_integer(node.dtype) and divisor is not None and divisor > 0:
+        whole = bound_of(graph, ops[0])
+        if whole is None:
+            return None
+        return -(-whole // int(divisor)) if node.name == "div" else min(whole, int(divisor))
+    if node.name == "select_n":
+        bounds = [_bound_or_literal(graph, op) for op in ops[1:]]
+        return None if any(b is None for b in bounds) else max(b for b in bounds if b is not None)
+    return None
+
+
+def _bound_or_literal(graph: Graph, factor: Factor) -> int | None:
+    value = literal(factor)
+    if value is not None:
+        return int(value) + 1 if value >= 0 and value == int(value) else None
+    return bound_of(graph, factor)
+
+
+def is_nonnegative(graph: Graph, factor: Factor) -> bool:
+    """Whether an integer factor is provably ≥ 0."""
+    value = literal(factor)
+    if value is not None:
+        return bool(value >= 0)
+    if bound_of(graph, factor) is not None:
+        return True
+    fact = rank_of(graph, factor)
+    if fact is not None and lower_bound(graph, fact) >= 0:
+        return True
+    node = factor.node
+    if is_boolean(node.dtype) or isinstance(node, (Rank, Iota)) or is_count(node):
+        return True
+    if isinstance(node, Map):
+        ops = operands_at(factor)
+        if node.name in ("mul", "add", "add_any", "convert_element_type", "min"):
+            return all(is_nonnegative(graph, op) for op in ops)
+        if node.name == "max":
+            return any(is_nonnegative(graph, op) for op in ops)
+        if node.name == "select_n":
+            return all(is_nonnegative(graph, op) for op in ops[1:])
+    return False
+
+
+def lower_bound(graph: Graph, fact: RankFact) -> float:
+    """A proved lower bound of a position (counts are ≥ 0; the own, unguarded rank counts itself)."""
+    if not all(is_count(a.node) and c > 0 for a, c in fact.others):
+        return -math.inf
+    own = fact.is_own(graph) and not fact.guards
+    return fact.constant + (1 if own else 0)
+
+
+def counts_exactly(graph: Graph, count: Ein, rank: Rank, held: frozenset[Factor], mapping: Substitution) -> bool:
+    """Whether `count` counts the assignments queued by `rank`: all of them, or all that pass a capacity test.
+
+    A test that keeps the first c of each queue leaves counts at min(c, length); positions below it are those of the
+    assignments that pass, so the test must be among the guards `held` where the rank is read (`mapping` binds the
+    rank's variables there).
+    """
+    scattered = [t for t in count.out if isinstance(t, Idx)]
+    if len(scattered) != 1 or scattered[0].node is not rank.index.node:
+        return False
+    renamed: dict[Var, Term] = {}
+    for mine, theirs in zip(rank.index.args, scattered[0].args, strict=True):
+        if not isinstance(mine, Var) or not isinstance(theirs, Var):
+            if mine != theirs:
+                return False
+        else:
+            renamed[mine] = theirs
+    if {renamed.get(v) for v in rank.order + rank.many} != set(count.binders):
+        return False
+    required = {substitute_factor(g, renamed) for g in rank.guards}
+    if not required <= set(count.guards):
+        return False
+    back = {new: old for old, new in renamed.items() if isinstance(new, Var)}
+    for extra in set(count.guards) - required:
+        here = substitute_factor(extra, back)
+        if not is_prefix_test(graph, here, rank) or substitute_factor(here, mapping) not in held:
+            return False
+    return True
+
+
+def is_prefix_test(graph: Graph, test: Factor, rank: Rank) -> bool:
+    """Whether `test` is true exactly for the first so many of each queue: own rank below a literal."""
+    if not isinstance(test.node, Map) or test.node.name not in ("lt", "le", "gt", "ge"):
+        return False
+    left, right = operands_at(test)
+    if test.node.name in ("gt", "ge"):
+        left, right = right, left
+    if literal(right) is None:
+        return False
+    fact = rank_of(graph, left)
+    return fact is not None and fact.rank is rank and not fact.others and fact.is_own(graph)
+
+
+def rank_sites(graph: Graph, node: Node) -> frozenset[Any]:
+    """The sites whose queue counts a value is computed from."""
+    key = ("sites", node)
+    if key not in graph.memo:
+        if isinstance(node, Rank):
+            graph.memo[key] = frozenset({node.site})
+        elif isinstance(node, Leaf):
+            graph.memo[key] = node.wire.tainted
+        else:
+            found = [rank_sites(graph, f.node) for f in direct_operands(node)]
+            graph.memo[key] = frozenset().union(*found)
+    sites: frozenset[Any] = graph.memo[key]
+    return sites
+
+
+def depends_on_rank(graph: Graph, node: Node) -> bool:
+    """Whether a value is computed from a queue count."""
+    return bool(rank_sites(graph, node))
+
+
+def direct_operands(node: Node) -> list[Factor]:
+    """The factors that a node's definition reads, over the definition's own variables."""
+    if isinstance(node, Map):
+        return list(node.operands)
+    if isinstance(node, Ein):
+        indices = [t.factor for pair in node.equalities for t in pair]
+        for term in node.out:
+            indices += [p.factor for p in getattr(term, "parts", (term,)) if isinstance(p, Idx)]
+        return [*node.factors, *node.guards, *indices]
+    if isinstance(node, Rank):
+        return [node.index.factor, *node.guards]
+    base = getattr(node, "base", None)
+    return [Factor(base, base.variables)] if base is not None else []

@@ -1,0 +1,290 @@
+"""Walks the program once and gives every array its value: the lift of the recover pass.
+
+In: a jaxpr and, per site, what is asked (`"dropless"`, `"exact"`, `"off"`).  Out: the wires of the program's inputs and
+outputs, each wire with its step and its value.  Calls are inlined where something inside or flowing in is structured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend as jex
+import numpy as np
+
+from moe_xla.passes._jax import source_of
+from moe_xla.passes.recover.facts import is_nonnegative, lower_bound, rank_of, rank_sites
+from moe_xla.passes.recover.nodes import Ein, Graph, Leaf, Lit, Map, Node, is_boolean, is_floating, is_integer
+from moe_xla.passes.recover.program import Step, Wire
+from moe_xla.passes.recover.rules import TABLE, Context
+from moe_xla.passes.recover.rules.elementwise import NAMES as ELEMENTWISE
+from moe_xla.passes.recover.terms import Factor, Idx, parts_of
+from moe_xla.passes.recover.values import Contradiction, NoRule, Value, of_literal, of_node
+
+INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+STRUCTURAL = frozenset({"broadcast_in_dim", "transpose", "reshape", "squeeze", "iota"})
+
+
+class Recovery:
+    """The state of one walk: graph, sites, and what was decided on the way."""
+
+    def __init__(self, modes: dict[Any, str], default: str):
+        self.modes = modes
+        self.default = default
+        self.graph = Graph(self._decide)
+        self.context = Context(self.graph, self._is_dropless, self._site_of)
+        self.sites: dict[Any, Any] = {}
+        self.parent: dict[Any, Any] = {}
+        self.thresholds: dict[Any, list[float]] = {}
+        self.slot_sizes: dict[Any, set[int]] = {}
+        self.ranks: dict[Any, Node] = {}
+        self.slot_wires: list[Wire] = []
+        self.effects: list[Step] = []
+        self.unentered: Step | None = None
+        self._folded = False
+        self._ordinal = 0
+
+    # ---------------------------------------------------------------------------------------------- sites
+
+    def root(self, site: Any) -> Any:
+        while self.parent.get(site, site) != site:
+            site = self.parent[site]
+        return site
+
+    def group(self, site: Any) -> list[Any]:
+        return [s for s in self.sites if self.root(s) == self.root(site)]
+
+    def _union(self, sites: frozenset[Any]) -> None:
+        roots = sorted({self.root(s) for s in sites})
+        for other in roots[1:]:
+            self.parent[other] = roots[0]
+
+    def _mode(self, site: Any) -> str:
+        return self.modes.get(site, self.default)
+
+    def _is_dropless(self, site: Any) -> bool:
+        return self._mode(site) == "dropless"
+
+    def _site_of(self, eqn: Any) -> Any:
+        site = self._ordinal
+        if self._mode(site) == "off":
+            raise NoRule("this layer is left as it is written")
+        self.sites.setdefault(site, eqn)
+        return site
+
+    def _decide(self, graph: Graph, name: str, factor: Factor, bound: float) -> bool | None:
+        """Comparisons of a queue position with a literal: what is proved, and in dropless the capacity tests."""
+        if name in ("lt", "ge") and bound <= 0 and is_nonnegative(graph, factor):
+            return name == "ge"
+        fact = rank_of(graph, factor)
+        if fact is None:
+            return None
+        low = lower_bound(graph, fact)
+        if not math.isfinite(low):
+            return None
+        if name in ("ge", "max") and bound <= low:
+            return True
+        if name == "gt" and bound < low:
+            return True
+        if (name == "lt" and bound <= low) or (name == "le" and bound < low):
+            return False
+        if not fact.is_own(graph) or name == "max":
+            return None
+        strict = name in ("lt", "ge")
+        threshold = (math.ceil(bound) if strict else math.floor(bound) + 1) - 1 - fact.constant
+        self.thresholds.setdefault(fact.rank.site, []).append(threshold)
+        if not self._is_dropless(fact.rank.site):
+            return None
+        self._folded = True
+        return name in ("lt", "le", "min")
+
+    # ------------------------------------------------------------------------------------------- the walk
+
+    def input(self, shape: Sequence[int], dtype: Any) -> Wire:
+        wire = Wire(tuple(shape), dtype)
+        wire.value = of_node(self.graph.leaf(wire, wire.shape, dtype))
+        return wire
+
+    def literal(self, atom: Any) -> Wire:
+        wire = Wire(tuple(atom.aval.shape), atom.aval.dtype)
+        if wire.shape == () and not hasattr(atom.aval.dtype, "_rules"):
+            wire.value = of_literal(self.graph, np.asarray(atom.val), (), atom.aval.dtype)
+        else:
+            wire.value = of_node(self.graph.leaf(wire, wire.shape, wire.dtype))
+        wire.step = Step(atom, ())
+        return wire
+
+    def walk(self, jaxpr: Any, consts: Sequence[Wire], inputs: Sequence[Wire]) -> list[Wire]:
+        wires: dict[Any, Wire] = dict(zip(jaxpr.constvars, consts, strict=True))
+        wires.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Wire:
+            return self.literal(atom) if isinstance(atom, jex.core.Literal) else wires[atom]
+
+        for eqn in jaxpr.eqns:
+            outputs = self._equation(eqn, [read(a) for a in eqn.invars])
+            wires.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, inputs: Sequence[Wire]) -> list[Wire]:
+        self._ordinal += 1
+        name = eqn.primitive.name
+        if name in INLINED and (_may_route(eqn.params[INLINED[name]]) or not all(is_boring(w.value) for w in inputs)):
+            inner = eqn.params[INLINED[name]]
+            consts = [self._const(c) for c in getattr(inner, "consts", ())]
+            return self.walk(getattr(inner, "jaxpr", inner), consts, inputs)
+        step = Step(eqn, tuple(inputs))
+        step.outputs = tuple(Wire(tuple(v.aval.shape), v.aval.dtype, step, i) for i, v in enumerate(eqn.outvars))
+        if eqn.effects:
+            self.effects.append(step)
+        if self.unentered is None and name not in INLINED and any(_counts(j) for j in jex.core.jaxprs_in_params(eqn.params)):
+            self.unentered = step
+        self._transfer(step)
+        return list(step.outputs)
+
+    def _const(self, const: Any) -> Wire:
+        wire = Wire(tuple(np.shape(const)), const.dtype)
+        wire.value = of_node(self.graph.leaf(wire, wire.shape, wire.dtype))
+        wire.step = Step(const, ())
+        return wire
+
+    def _transfer(self, step: Step) -> None:
+        """Gives a step's outputs their values."""
+        self._folded = False
+        tainted = frozenset().union(*(w.tainted for w in step.inputs)) if step.inputs else frozenset()
+        values = self._rule_values(step)
+        for k, wire in enumerate(step.outputs):
+            wire.changed = self._folded or any(w.changed for w in step.inputs)
+            value = values[k] if values is not None else None
+            if value is None:
+                wire.tainted = tainted
+                self._seal(wire, None)
+                self._note_facts(step, wire)
+                continue
+            wire.tainted = self._sites_in(value)
+            self._note_slots(wire, value)
+            if is_sealed(value) and not wire.tainted:
+                self._seal(wire, value)
+            else:
+                wire.value = value
+                self._note_origin(wire, value)
+
+    def _rule_values(self, step: Step) -> list[Value] | None:
+        name = step.name
+        boring = all(is_boring(w.value) for w in step.inputs)
+        if boring and not (name in STRUCTURAL or (name in ELEMENTWISE and self._is_integral(step))):
+            return None
+        rule = TABLE.get(name)
+        if rule is None or any(math.prod(w.shape) == 0 for w in (*step.inputs, *step.outputs)):
+            step.refusal = f"no rule for {name}"
+            return None
+        try:
+            result = rule(self.context, step.eqn, *[w.value for w in step.inputs])
+        except (NoRule, Contradiction) as error:
+            step.refusal = str(error) or "contradiction"
+            return None
+        except Exception as error:  # a fault in a rule must never reach the user's step: the equation runs as written
+            step.refusal = f"internal failure of the rule: {type(error).__name__}: {error}"
+            return None
+        values = result if isinstance(result, list) else [result]
+        for wire, value in zip(step.outputs, values, strict=True):
+            assert value.shape == wire.shape and value.dtype == wire.dtype, (name, value.shape, wire.shape)
+        return values
+
+    def _is_integral(self, step: Step) -> bool:
+        kinds = [w.dtype for w in (*step.inputs, *step.outputs)]
+        return any(is_integer(d) or is_boolean(d) for d in kinds)
+
+    def _sites_in(self, value: Value) -> frozenset[Any]:
+        found: set[Any] = set()
+        for piece in value.pieces:
+            for factor in (*piece.factors, *piece.guards):
+                found |= rank_sites(self.graph, factor.node)
+                for arg in factor.args:
+                    found |= self._sites_of_term(arg)
+            for term in piece.axes:
+                found |= self._sites_of_term(term)
+        if value.background is not None:
+            found |= self._sites_in(value.background)
+        return frozenset(found)
+
+    def _sites_of_term(self, term: Any) -> frozenset[Any]:
+        indices = [p for p in parts_of(term) if isinstance(p, Idx)]
+        return frozenset().union(*(rank_sites(self.graph, p.node) for p in indices)) if indices else frozenset()
+
+    def _note_slots(self, wire: Wire, value: Value) -> None:
+        sites: frozenset[Any] = frozenset()
+        for piece in value.pieces:
+            for term in piece.axes:
+                for part in parts_of(term):
+                    here = self._sites_of_term(part)
+                    sites |= here
+                    for site in here:
+                        self.slot_sizes.setdefault(site, set()).add(part.size)
+        wire.slots = sites
+        if sites:
+            self._union(sites)
+            self.slot_wires.append(wire)
+            wire.changed = wire.changed or any(self._is_dropless(s) for s in sites)
+
+    def _seal(self, wire: Wire, definition: Value | None) -> None:
+        wire.definition = definition
+        wire.value = of_node(self.graph.leaf(wire, wire.shape, wire.dtype))
+
+    def _note_origin(self, wire: Wire, value: Value) -> None:
+        if value.is_plain and not isinstance(value.factor.node, (Leaf, Lit)) and value.factor.node.origin is None:
+            if value.factor.args == value.pieces[0].axes:
+                value.factor.node.origin = wire
+
+    def _note_facts(self, step: Step, wire: Wire) -> None:
+        assert wire.value is not None
+        node = wire.value.factor.node
+        if step.name == "top_k" and wire.index == 1:
+            shape = step.inputs[0].shape
+            axis = step.eqn.params.get("axis", len(shape) - 1) % len(shape)
+            self.graph.bounds[node] = shape[axis]
+            self.graph.distinct[node] = axis
+        elif step.name in ("argmax", "argmin"):
+            self.graph.bounds[node] = step.inputs[0].shape[step.eqn.params["axes"][0]]
+
+
+def is_boring(value: Value | None) -> bool:
+    """Whether nothing but the array itself is known."""
+    return value is not None and value.is_plain and isinstance(value.factor.node, (Leaf, Lit))
+
+
+def is_sealed(value: Value) -> bool:
+    """Whether a plain value is the result of expert work: from here on it is an array like any other."""
+    return value.is_plain and is_floating(value.dtype) and _holds_product(value.factor.node)
+
+
+def _holds_product(node: Node) -> bool:
+    if isinstance(node, Ein):
+        return bool(node.factors)
+    return isinstance(node, Map) and any(_holds_product(op.node) for op in node.operands)
+
+
+_ROUTING = frozenset({"cumsum", "iota", "scan", "checkpoint", "remat", "remat2"})
+
+
+def _may_route(jaxpr: Any) -> bool:
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return any(
+        e.primitive.name in _ROUTING or any(_may_route(j) for j in jex.core.jaxprs_in_params(e.params)) for e in inner.eqns
+    )
+
+
+def _counts(jaxpr: Any) -> bool:
+    """Whether a body that is run as written may count queue positions."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return any(
+        e.primitive.name == "cumsum" or any(_counts(j) for j in jex.core.jaxprs_in_params(e.params)) for e in inner.eqns
+    )
+
+
+def describe(eqn: Any) -> str | None:
+    """`file:line (function)` of an equation in the user's code."""
+    return source_of(eqn)
+
+

@@ -1,0 +1,468 @@
+"""Nodes: arrays *defined* in index notation, hash-consed so that equal definitions are one object.
+
+A node of shape `[n0, n1, …]` is a function of the variables `Var(0, n0), Var(1, n1), …`; its definition is written
+over exactly these, and every use of it is a `Factor`: the node read at terms.  Sampling a node at the assignments is
+therefore substitution into its definition.
+
+In: definitions (literal, program array, iota, map, einsum, rank, slice, pad).  Out: `Node` objects, and `Graph`, the
+table that makes them and folds what can be folded while making them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core.primitives as prims
+import numpy as np
+from jax import numpy as jnp
+
+from moe_xla.passes.recover.terms import (
+    Factor,
+    Idx,
+    Term,
+    Var,
+    factor_vars,
+    parts_of,
+    substitute,
+    substitute_all,
+    substitute_factor,
+    vars_of,
+)
+
+_ordinals = itertools.count()
+
+
+class Node:
+    """An array defined in index notation.  Compared by identity: `Graph` makes equal definitions one object."""
+
+    __slots__ = ("__weakref__", "dtype", "ordinal", "origin", "shape", "wire_taint")
+
+    kind = "node"
+
+    def __init__(self, shape: Sequence[int], dtype: Any):
+        self.ordinal = next(_ordinals)
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.origin: Any = None
+
+    def __repr__(self) -> str:
+        return f"{self.kind}{self.ordinal}"
+
+    @property
+    def variables(self) -> tuple[Var, ...]:
+        """The variables that the definition is written over."""
+        return tuple(Var(i, n) for i, n in enumerate(self.shape))
+
+    def bind(self, args: Sequence[Term]) -> dict[Var, Term]:
+        """The substitution that reads the definition at `args`."""
+        return {Var(i, n): a for i, (n, a) in enumerate(zip(self.shape, args, strict=True))}
+
+    def split_of(self, low: Node) -> tuple[Factor, int] | None:
+        """(index, divisor) when this node is the quotient and `low` the remainder of the same index."""
+        return None
+
+
+class Lit(Node):
+    """A scalar literal."""
+
+    __slots__ = ("value",)
+    kind = "lit"
+
+    def __init__(self, value: np.ndarray, dtype: Any):
+        super().__init__((), dtype)
+        self.value = value
+
+
+class Leaf(Node):
+    """An array of the program (`wire`), opaque to the algebra."""
+
+    __slots__ = ("wire",)
+    kind = "leaf"
+
+    def __init__(self, wire: Any, shape: Sequence[int], dtype: Any):
+        super().__init__(shape, dtype)
+        self.wire = wire
+
+
+class Iota(Node):
+    """`0, 1, …, n-1`."""
+
+    __slots__ = ()
+    kind = "iota"
+
+
+class Map(Node):
+    """An elementwise operation: `out[v] = prim(op₁[…], op₂[…], …)`."""
+
+    __slots__ = ("operands", "params", "prim")
+    kind = "map"
+
+    def __init__(self, prim: Any, params: dict[str, Any], operands: tuple[Factor, ...], shape: Sequence[int], dtype: Any):
+        super().__init__(shape, dtype)
+        self.prim = prim
+        self.params = params
+        self.operands = operands
+
+    @property
+    def name(self) -> str:
+        return str(self.prim.name)
+
+    def split_of(self, low: Node) -> tuple[Factor, int] | None:
+        if not isinstance(low, Map) or self.name != "div" or low.name != "rem" or self.operands != low.operands:
+            return None
+        divisor = literal(self.operands[1])
+        return None if divisor is None else (self.operands[0], int(divisor))
+
+
+class Ein(Node):
+    """A sum of products: `out[…] = coef · Σ_binders Π factors · [guards] · Π [a = b]`, or a maximum instead of the sum.
+
+    `out` are the terms on the axes.  Variables in `binders` are bound here; each other one is pinned by standing on
+    an axis as it is.  An `Idx` on an axis scatters: cells that nothing hits hold zero (`initial` for a maximum).
+    """
+
+    __slots__ = ("binders", "coef", "equalities", "factors", "guards", "initial", "out", "reducer")
+    kind = "ein"
+
+    def __init__(
+        self,
+        out: tuple[Term, ...],
+        factors: tuple[Factor, ...],
+        guards: tuple[Factor, ...],
+        equalities: frozenset[tuple[Idx, Idx]],
+        coef: Any,
+        binders: tuple[Var, ...],
+        dtype: Any,
+        reducer: str = "sum",
+        initial: Any = 0,
+    ):
+        super().__init__(tuple(t.size for t in out), dtype)
+        self.out = out
+        self.factors = factors
+        self.guards = guards
+        self.equalities = equalities
+        self.coef = coef
+        self.binders = binders
+        self.reducer = reducer
+        self.initial = initial
+
+    @property
+    def gathers(self) -> bool:
+        """Whether every axis is a plain variable, so that the definition can be read at any terms."""
+        return all(isinstance(t, Var) for t in self.out) and self.reducer == "sum"
+
+    def bind(self, args: Sequence[Term]) -> dict[Var, Term]:
+        return {t: a for t, a in zip(self.out, args, strict=True) if isinstance(t, Var)}
+
+
+class Rank(Node):
+    """A queue count: how many assignments up to this one (inclusive) went to an expert.
+
+    Axes are `batch + order + (expert,)`.  `index` is the expert index over `batch`, `order` and `many` (further
+    variables counted at each step of the order, e.g. the choices of a multi-hot mask); only assignments under
+    `guards` are counted.  `site` identifies the program equation the count came from.
+    """
+
+    __slots__ = ("batch", "guards", "index", "many", "order", "site")
+    kind = "rank"
+
+    def __init__(
+        self,
+        index: Idx,
+        batch: tuple[Var, ...],
+        order: tuple[Var, ...],
+        many: tuple[Var, ...],
+        guards: tuple[Factor, ...],
+        dtype: Any,
+        site: Any,
+    ):
+        super().__init__([v.size for v in batch + order] + [index.size], dtype)
+        self.index = index
+        self.batch = batch
+        self.order = order
+        self.many = many
+        self.guards = guards
+        self.site = site
+
+    def bind(self, args: Sequence[Term]) -> dict[Var, Term]:
+        return dict(zip(self.batch + self.order, args[:-1], strict=True))
+
+
+class Slice(Node):
+    """`base` restricted to `[start, stop)` along one axis."""
+
+    __slots__ = ("axis", "base", "start", "stop")
+    kind = "slice"
+
+    def __init__(self, base: Node, axis: int, start: int, stop: int):
+        super().__init__([stop - start if i == axis else n for i, n in enumerate(base.shape)], base.dtype)
+        self.base, self.axis, self.start, self.stop = base, axis, start, stop
+
+
+class Pad(Node):
+    """`base` with zeros before and after along one axis."""
+
+    __slots__ = ("axis", "base", "high", "low")
+    kind = "pad"
+
+    def __init__(self, base: Node, axis: int, low: int, high: int):
+        super().__init__([n + low + high if i == axis else n for i, n in enumerate(base.shape)], base.dtype)
+        self.base, self.axis, self.low, self.high = base, axis, low, high
+
+
+def literal(factor: Factor) -> Any:
+    """The value of a literal factor, as a numpy scalar, or None."""
+    return factor.node.value if isinstance(factor.node, Lit) else None
+
+
+def operands_at(factor: Factor) -> list[Factor]:
+    """The operands of a map, read where `factor` reads the map."""
+    node = factor.node
+    assert isinstance(node, Map)
+    mapping = node.bind(factor.args)
+    return [substitute_factor(op, mapping) for op in node.operands]
+
+
+def is_map(factor: Factor, *names: str) -> bool:
+    return isinstance(factor.node, Map) and factor.node.name in names
+
+
+def is_extended(dtype: Any) -> bool:
+    """Whether the dtype is one of jax's extended ones (PRNG keys), which numpy does not know."""
+    return bool(jnp.issubdtype(dtype, jax.dtypes.extended))
+
+
+def is_integer(dtype: Any) -> bool:
+    return not is_extended(dtype) and np.dtype(dtype).kind in "iu"
+
+
+def is_boolean(dtype: Any) -> bool:
+    return not is_extended(dtype) and np.dtype(dtype) == np.bool_
+
+
+def is_floating(dtype: Any) -> bool:
+    return not is_extended(dtype) and bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def freeze(value: Any) -> Any:
+    """A hashable stand-in for an equation parameter."""
+    if isinstance(value, dict):
+        return tuple(sorted((k, freeze(v)) for k, v in value.items()))
+    if isinstance(value, (list, tuple)):
+        return tuple(freeze(v) for v in value)
+    if isinstance(value, np.ndarray):
+        return ("ndarray", value.shape, str(value.dtype), value.tobytes())
+    try:
+        hash(value)
+    except TypeError:
+        return ("object", id(value))
+    return value
+
+
+CONVERT = prims.convert_element_type_p
+_EXACT_LINEAR = {"add", "sub", "mul", "convert_element_type", "neg"}
+
+
+class Graph:
+    """The nodes of one scope.  `compare_hook` may decide a comparison (dropless folds capacity tests there)."""
+
+    def __init__(self, compare_hook: Callable[[Graph, str, Factor, float], bool | None] | None = None):
+        self._table: dict[Any, Node] = {}
+        self.memo: dict[Any, Any] = {}
+        self.bounds: dict[Node, int] = {}
+        self.distinct: dict[Node, int] = {}
+        self._compare_hook = compare_hook
+
+    def _cons(self, key: Any, make: Callable[[], Node]) -> Node:
+        node = self._table.get(key)
+        if node is None:
+            node = self._table[key] = make()
+        return node
+
+    def lit(self, value: Any, dtype: Any) -> Factor:
+        array = np.asarray(value).astype(dtype)
+        node = self._cons(("lit", array.tobytes(), str(array.dtype)), lambda: Lit(array, array.dtype))
+        return Factor(node, ())
+
+    def leaf(self, wire: Any, shape: Sequence[int], dtype: Any) -> Leaf:
+        node = self._cons(("leaf", id(wire)), lambda: Leaf(wire, shape, dtype))
+        assert isinstance(node, Leaf)
+        return node
+
+    def iota(self, size: int, dtype: Any) -> Node:
+        return self._cons(("iota", size, str(np.dtype(dtype))), lambda: Iota((size,), np.dtype(dtype)))
+
+    def slice(self, base: Node, axis: int, start: int, stop: int) -> Node:
+        if (start, stop) == (0, base.shape[axis]):
+            return base
+        return self._cons(("slice", base, axis, start, stop), lambda: Slice(base, axis, start, stop))
+
+    def pad(self, base: Node, axis: int, low: int, high: int) -> Node:
+        return self._cons(("pad", base, axis, low, high), lambda: Pad(base, axis, low, high))
+
+    # ---------------------------------------------------------------------------------------------- maps
+
+    def map(self, prim: Any, params: dict[str, Any], operands: Sequence[Factor], dtype: Any) -> Factor:
+        """`prim` applied elementwise to factors, folded where its value is known."""
+        ops = tuple(operands)
+        folded = self._fold(prim, params, ops, dtype)
+        if folded is not None:
+            return folded
+        variables = factor_vars(ops)
+        mapping: dict[Var, Term] = {v: Var(i, v.size) for i, v in enumerate(variables)}
+        canonical = tuple(substitute_factor(op, mapping) for op in ops)
+        shape = tuple(v.size for v in variables)
+        key = ("map", prim, freeze(params), canonical, str(dtype), shape)
+        return Factor(self._cons(key, lambda: Map(prim, params, canonical, shape, dtype)), variables)
+
+    def convert(self, factor: Factor, dtype: Any) -> Factor:
+        if factor.node.dtype == dtype:
+            return factor
+        return self.map(CONVERT, dict(new_dtype=np.dtype(dtype), weak_type=False, sharding=None), [factor], np.dtype(dtype))
+
+    def logical_and(self, factors: Sequence[Factor]) -> Factor:
+        result = factors[0]
+        for factor in factors[1:]:
+            result = self.map(prims.and_p, {}, [result, factor], np.dtype(bool))
+        return result
+
+    def logical_not(self, factor: Factor) -> Factor:
+        return self.map(prims.not_p, {}, [factor], np.dtype(bool))
+
+    def compare(self, prim: Any, left: Factor, right: Any) -> Factor:
+        right = self.lit(right, left.node.dtype) if not isinstance(right, Factor) else right
+        return self.map(prim, {}, [left, right], np.dtype(bool))
+
+    def select(self, condition: Factor, if_true: Factor, if_false: Factor) -> Factor:
+        return self.map(prims.select_n_p, {}, [condition, if_false, if_true], if_true.node.dtype)
+
+    def _fold(self, prim: Any, params: dict[str, Any], ops: tuple[Factor, ...], dtype: Any) -> Factor | None:
+        name = prim.name
+        if name in ("copy", "stop_gradient") or (name == "convert_element_type" and ops[0].node.dtype == dtype):
+            return ops[0]
+        values = [literal(op) for op in ops]
+        if all(v is not None for v in values):
+            return self._evaluate(prim, params, values, dtype)
+        return self._fold_logic(name, ops, values, dtype) or self._fold_select(prim, params, ops, values, dtype) or (
+            self._fold_compare(name, ops, values)
+        )
+
+    def _evaluate(self, prim: Any, params: dict[str, Any], values: list[Any], dtype: Any) -> Factor | None:
+        with jax.ensure_compile_time_eval():
+            result = prim.bind(*[jnp.asarray(v) for v in values], **params)
+        return self.lit(np.asarray(result), dtype)
+
+    def _fold_logic(self, name: str, ops: tuple[Factor, ...], values: list[Any], dtype: Any) -> Factor | None:
+        if name == "not" and is_boolean(dtype) and is_map(ops[0], "not"):
+            return operands_at(ops[0])[0]
+        if name == "mul":
+            for i in (0, 1):
+                if values[i] is not None and values[i] == 1 and ops[1 - i].node.dtype == dtype:
+                    return ops[1 - i]
+        if name in ("add", "add_any", "sub") and values[1] is not None and values[1] == 0 and is_integer(dtype):
+            return ops[0]
+        if name not in ("and", "or") or not is_boolean(dtype):
+            return None
+        if ops[0] == ops[1]:
+            return ops[0]
+        for i in (0, 1):
+            if values[i] is not None:
+                absorbing = bool(values[i]) == (name == "or")
+                return self.lit(name == "or", bool) if absorbing else ops[1 - i]
+        return None
+
+    def _fold_select(
+        self, prim: Any, params: dict[str, Any], ops: tuple[Factor, ...], values: list[Any], dtype: Any
+    ) -> Factor | None:
+        if prim.name == "select_n":
+            if values[0] is not None:
+                return ops[1 + int(values[0])]
+            return ops[1] if all(op == ops[1] for op in ops[2:]) else None
+        # Arithmetic with literals moves into a selection of a literal, so that `where(keep, p, 0) - 1` shows both cases.
+        if prim.name not in _EXACT_LINEAR or not (is_integer(dtype) or is_floating(dtype)):
+            return None
+        chosen = [i for i, v in enumerate(values) if v is None]
+        if len(chosen) != 1 or not is_map(ops[chosen[0]], "select_n") or len(ops[chosen[0]].node.operands) != 3:
+            return None
+        condition, *cases = operands_at(ops[chosen[0]])
+        if not is_boolean(condition.node.dtype) or all(literal(c) is None for c in cases):
+            return None
+        results = [self.map(prim, params, [c if i == chosen[0] else op for i, op in enumerate(ops)], dtype) for c in cases]
+        return self.map(prims.select_n_p, {}, [condition, *results], dtype)
+
+    def _fold_compare(self, name: str, ops: tuple[Factor, ...], values: list[Any]) -> Factor | None:
+        if self._compare_hook is None or name not in _COMPARISONS or len(ops) != 2:
+            return None
+        if values[1] is not None:
+            return self._decide(name, ops[0], float(values[1]))
+        if values[0] is not None:
+            return self._decide(_MIRRORED[name], ops[1], float(values[0]))
+        return None
+
+    def _decide(self, name: str, factor: Factor, bound: float) -> Factor | None:
+        assert self._compare_hook is not None
+        decided = self._compare_hook(self, name, factor, bound)
+        if decided is None:
+            return None
+        if name in ("max", "min"):
+            return factor if decided else None
+        return self.lit(decided, bool)
+
+    # -------------------------------------------------------------------------------------------- einsums
+
+    def ein(
+        self,
+        out: Sequence[Term],
+        factors: Sequence[Factor],
+        guards: Sequence[Factor],
+        equalities: frozenset[tuple[Idx, Idx]],
+        coef: Any,
+        dtype: Any,
+        reducer: str = "sum",
+        initial: Any = 0,
+    ) -> Node:
+        """An einsum node; every variable that no axis pins is bound in it.
+
+        The caller accounts for variables that occur nowhere (they would multiply by their size).
+        """
+        factors = [f for f in factors if literal(f) is None or literal(f) != 1]
+        terms = list(out) + [a for f in (*factors, *guards) for a in f.args] + [t for pair in equalities for t in pair]
+        mapping: dict[Var, Term] = {v: Var(i, v.size) for i, v in enumerate(vars_of(terms))}
+        out_c = substitute_all(out, mapping)
+        factors_c = tuple(substitute_factor(f, mapping) for f in factors)
+        guards_c = tuple(substitute_factor(g, mapping) for g in guards)
+        equal_c = frozenset((substitute(a, mapping), substitute(b, mapping)) for a, b in equalities)
+        pinned = {part for t in out_c for part in parts_of(t) if isinstance(part, Var)}
+        binders = tuple(v for v in mapping.values() if v not in pinned)
+        key = ("ein", out_c, factors_c, guards_c, equal_c, coef, str(dtype), reducer, initial)
+        node = self._cons(
+            key, lambda: Ein(out_c, factors_c, guards_c, equal_c, coef, binders, dtype, reducer, initial)  # type: ignore[arg-type]
+        )
+        return node
+
+    def rank(
+        self,
+        index: Idx,
+        batch: Sequence[Var],
+        order: Sequence[Var],
+        many: Sequence[Var],
+        guards: Sequence[Factor],
+        dtype: Any,
+        site: Any,
+    ) -> Factor:
+        """The inclusive queue count over `batch + order`; the factor's last argument, the expert, is left to the caller."""
+        variables = (*batch, *order, *many)
+        mapping: dict[Var, Term] = {v: Var(i, v.size) for i, v in enumerate(variables)}
+        index_c = substitute(index, mapping)
+        guards_c = tuple(substitute_factor(g, mapping) for g in guards)
+        b, o, m = (tuple(mapping[v] for v in vs) for vs in (batch, order, many))
+        key = ("rank", index_c, b, o, m, guards_c, str(dtype), site)
+        node = self._cons(key, lambda: Rank(index_c, b, o, m, guards_c, dtype, site))  # type: ignore[arg-type]
+        return Factor(node, (*batch, *order))
+
+
+_COMPARISONS = frozenset({"lt", "le", "gt", "ge", "max", "min"})
+_MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "max": "max", "min": "min"}

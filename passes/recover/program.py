@@ -1,0 +1,49 @@
+"""The program as the recover pass sees it: equations as steps, arrays as wires.
+
+A jaxpr's inner calls are inlined, so one inner equation may stand for several steps; `Wire` gives each array its own
+identity.  Every wire has the step that computes it as written, and, beside it, the `Value` the algebra found.
+
+In: jaxpr equations.  Out: `Wire` and `Step` objects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from moe_xla.passes.recover.values import Value
+
+
+@dataclasses.dataclass(eq=False)
+class Wire:
+    """One array of the program.
+
+    `step` computes it as written (None for an input).  `value` is what the algebra knows.  `changed` says that the
+    rewritten program holds another array here than the program as written (dropless), so the step must not be run on
+    the original inputs.  `slots` names the sites whose slot axis the array has: it must not be built.  `tainted` names
+    the sites whose queue positions flow into it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    step: Step | None = None
+    index: int = 0
+    value: Value | None = None
+    definition: Value | None = None
+    changed: bool = False
+    tainted: frozenset[Any] = frozenset()
+    slots: frozenset[Any] = frozenset()
+
+
+@dataclasses.dataclass(eq=False)
+class Step:
+    """One equation of the program, with its inputs and outputs as wires.  `refusal` says why no rule applied."""
+
+    eqn: Any
+    inputs: tuple[Wire, ...]
+    outputs: tuple[Wire, ...] = ()
+    refusal: str | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.eqn.primitive.name)

@@ -1,0 +1,248 @@
+"""Rules that multiply and sum: products of values, `dot_general`, `reduce_sum`, `reduce_max` and its kin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core.primitives as prims
+
+from moe_xla.passes.recover.nodes import Graph, is_boolean
+from moe_xla.passes.recover.rules.table import Context, rule
+from moe_xla.passes.recover.terms import Factor, Idx, Var, has_idx, term_vars, vars_of
+from moe_xla.passes.recover.values import (
+    Contradiction,
+    NoRule,
+    Piece,
+    Value,
+    additive,
+    align,
+    cast,
+    contracted,
+    has_unique_cells,
+    in_range,
+    literal_of,
+    materialised,
+    normalised,
+    renormalised,
+)
+
+AxisPairs = Sequence[tuple[int, int]]
+
+
+def multiplied(context: Context, left: Value, right: Value, shape: Sequence[int], dtype: Any) -> Value:
+    """The elementwise product of two values without background."""
+    axes = range(len(shape))
+    return product(context, left, right, [(i, i) for i in axes], [("left", i) for i in axes], shape, dtype)
+
+
+def product(
+    context: Context,
+    left: Value,
+    right: Value,
+    joined: AxisPairs,
+    out: Sequence[tuple[str, int]],
+    shape: Sequence[int],
+    dtype: Any,
+) -> Value:
+    """Σ over joined axes that are not in `out` of left · right; both without background."""
+    left, right = cast(context.graph, left, dtype), cast(context.graph, right, dtype)
+    pieces = []
+    for p in left.pieces:
+        for q in right.pieces:
+            piece = _product_piece(context, p, q.renamed(), joined, out, dtype)
+            if piece is not None:
+                dense = not any(has_idx(a) for a in p.axes + q.axes) and not p.equalities and not q.equalities
+                pieces.append(contracted(context.graph, piece, dtype, allow_outer=dense))
+    return normalised(context.graph, Value(tuple(shape), dtype, tuple(pieces)))
+
+
+def _product_piece(
+    context: Context, p: Piece, q: Piece, joined: AxisPairs, out: Sequence[tuple[str, int]], dtype: Any
+) -> Piece | None:
+    graph = context.graph
+    try:
+        solved, rest = align(graph, [p, q], [[(0, a), (1, b)] for a, b in joined])
+    except Contradiction:
+        return None
+    p, q = p.substitute(solved), q.substitute(solved)
+    sides = {"left": p, "right": q}
+    axes = tuple(sides[side].axes[i] for side, i in out)
+    guards = [*p.guards, *q.guards]
+    summed = [(a, b) for a, b in joined if ("left", a) not in out and ("right", b) not in out]
+    for a, b in summed:
+        guards += _existence(context, p.axes[a])
+        if q.axes[b] != p.axes[a]:
+            guards += _existence(context, q.axes[b])
+    factors = (*p.factors, *q.factors)
+    if is_boolean(dtype):
+        factors = tuple(dict.fromkeys(factors))
+    piece = Piece(axes, factors, p.coef * q.coef, rest, tuple(dict.fromkeys(guards)))
+    lost = [v for a, _ in summed for v in term_vars(p.axes[a])]
+    return renormalised(graph, _count_lost(piece, lost))
+
+
+def _existence(context: Context, term: Any) -> list[Factor]:
+    return [] if context.is_unbounded(term) else in_range(context.graph, term)
+
+
+def _count_lost(piece: Piece, variables: Sequence[Var]) -> Piece:
+    """A summed variable that occurs nowhere any more multiplies by its size."""
+    seen = set(piece.variables)
+    for variable in variables:
+        if variable not in seen:
+            piece = piece.replace(coef=piece.coef * variable.size)
+            seen.add(variable)
+    return piece
+
+
+@rule("dot_general")
+def dot_general(context: Context, eqn: Any, left: Value, right: Value) -> Value:
+    (contract_l, contract_r), (batch_l, batch_r) = eqn.params["dimension_numbers"]
+    dtype = eqn.outvars[0].aval.dtype
+    free_l = [i for i in range(len(left.shape)) if i not in (*contract_l, *batch_l)]
+    free_r = [i for i in range(len(right.shape)) if i not in (*contract_r, *batch_r)]
+    joined = [*zip(batch_l, batch_r, strict=True), *zip(contract_l, contract_r, strict=True)]
+    out = [("left", i) for i in (*batch_l, *free_l)] + [("right", i) for i in free_r]
+    shape = eqn.outvars[0].aval.shape
+    if left.background is None and right.background is None:
+        return product(context, left, right, joined, out, shape, dtype)
+    for value, other, axes in ((left, right, contract_l), (right, left, contract_r)):
+        if value.background is not None and other.is_plain and _is_cellwise(context.graph, value, axes):
+            return _dot_with_background(context, left, right, joined, out, shape, dtype)
+    return _dot_covered(context, left, right, joined, out, shape, dtype)
+
+
+def _is_cellwise(graph: Graph, value: Value, contracted_axes: Sequence[int]) -> bool:
+    """Whether a contraction stays within the cells: no contracted axis takes part in a data-dependent place."""
+    return has_unique_cells(graph, value) and not any(
+        has_idx(p.axes[i]) or set(term_vars(p.axes[i])) & p.points for p in value.pieces for i in contracted_axes
+    )
+
+
+def _dot_with_background(context: Context, left: Value, right: Value, *spec: Any) -> Value:
+    dtype = spec[-1]
+    structured, first = (left, True) if left.background is not None else (right, False)
+    other = right if first else left
+
+    def dot(value: Value) -> Value:
+        return product(context, value, other, *spec) if first else product(context, other, value, *spec)
+
+    rows = dot(Value(structured.shape, structured.dtype, structured.pieces))
+    assert structured.background is not None
+    background = dot(structured.background)
+    if not background.is_plain:
+        raise NoRule("a background that does not stay an array")
+    zero = literal_of(background) is not None and literal_of(background) == 0
+    return Value(rows.shape, dtype, rows.pieces, None if zero else background)
+
+
+def _dot_covered(context: Context, left: Value, right: Value, *spec: Any) -> Value:
+    """A contraction over cells of a value with a background: only the cells that the other operand hits are read."""
+    joined: AxisPairs = spec[0]
+    shape, dtype = spec[-2], spec[-1]
+    if (left.background is None) == (right.background is None):
+        raise NoRule("two operands with a background")
+    backed_left = left.background is not None
+    backed, sparse = (left, right) if backed_left else (right, left)
+    pairs = joined if backed_left else [(b, a) for a, b in joined]
+    pieces: list[Piece] = []
+    for q in sparse.pieces:
+        source = _covering(context, backed, q, pairs)
+        lone = Value(sparse.shape, sparse.dtype, (q,))
+        operands = (source, lone) if backed_left else (lone, source)
+        pieces += product(context, *operands, *spec).pieces
+    return normalised(context.graph, Value(tuple(shape), dtype, tuple(pieces)))
+
+
+def _covering(context: Context, backed: Value, q: Piece, pairs: AxisPairs) -> Value:
+    """What `backed` holds on the cells of `q`: one of its pieces, or its background."""
+    graph = context.graph
+    if not has_unique_cells(graph, backed):
+        raise NoRule("slots that are not provably unique")
+    partner = dict(pairs)
+    for piece in backed.pieces:
+        moved = piece.renamed()
+        try:
+            solved, rest = align(graph, [q, moved], [[(0, b), (1, a)] for a, b in pairs])
+        except Contradiction:
+            continue
+        pinned = {w for v in q.variables for w in vars_of([solved.get(v, v)])}
+        needed = {w for v in moved.points for w in vars_of([solved.get(v, v)])}
+        indexed = [i for i, a in enumerate(moved.axes) if has_idx(a)]
+        if rest or not needed <= pinned or any(i not in partner for i in indexed):
+            raise NoRule("rows of a buffer with a background that are not provably those that are read")
+        held = set(q.substitute(solved).guards)
+        if not set(moved.substitute(solved).guards) <= held:
+            raise NoRule("rows of a buffer with a background under conditions that are not proved")
+        data = materialised(graph, piece.replace(guards=()), backed.dtype)
+        return Value(backed.shape, backed.dtype, (Piece(piece.axes, (data,), 1, frozenset(), piece.guards),))
+    assert backed.background is not None
+    if any(context.is_unbounded(a) for a in q.axes):
+        raise NoRule("empty cells of a slot axis without bound")
+    return backed.background
+
+
+@rule("reduce_sum")
+def reduce_sum(context: Context, eqn: Any, value: Value) -> Value:
+    axes = eqn.params["axes"]
+    graph = context.graph
+    if value.background is not None and any(context.is_unbounded(p.axes[i]) for p in value.pieces for i in axes):
+        raise NoRule("a sum over empty cells of a slot axis without bound")
+    was_plain = value.is_plain
+    value = additive(graph, value)
+    shape = tuple(n for i, n in enumerate(value.shape) if i not in axes)
+    pieces = []
+    for piece in value.pieces:
+        guards = list(piece.guards)
+        for i in axes:
+            guards += _existence(context, piece.axes[i])
+        kept = Piece(
+            tuple(a for i, a in enumerate(piece.axes) if i not in axes),
+            piece.factors,
+            piece.coef,
+            piece.equalities,
+            tuple(dict.fromkeys(guards)),
+        )
+        kept = _count_lost(kept, [v for i in axes for v in term_vars(piece.axes[i])])
+        clean = renormalised(graph, kept)
+        if clean is not None:
+            pieces.append(contracted(graph, clean, value.dtype, allow_outer=was_plain))
+    return normalised(graph, Value(shape, value.dtype, tuple(pieces)))
+
+
+@rule("reduce_max", "reduce_or")
+def reduce_max(context: Context, eqn: Any, value: Value) -> Value:
+    """A maximum over places that other places determine: max(piece, background)."""
+    graph, axes, name = context.graph, eqn.params["axes"], eqn.primitive.name
+    if value.is_plain:
+        raise NoRule("a maximum over an array")
+    if not has_unique_cells(graph, value):
+        raise NoRule("a maximum over cells that are not provably unique")
+    base = literal_of(value.background)
+    if base is None:
+        raise NoRule("a maximum over a background that varies")
+    prim = prims.max_p if name == "reduce_max" else prims.or_p
+    shape = tuple(n for i, n in enumerate(value.shape) if i not in axes)
+    pieces = []
+    for piece in value.pieces:
+        kept = tuple(a for i, a in enumerate(piece.axes) if i not in axes)
+        gone = [piece.axes[i] for i in axes]
+        if not set(vars_of(gone)) <= set(vars_of(kept)) or not all(isinstance(a, Idx) or a.size == 1 for a in gone):
+            raise NoRule("a maximum over cells of several assignments")
+        data = materialised(graph, piece.replace(guards=()), value.dtype)
+        for guard in [g for a in gone for g in _existence(context, a)]:
+            data = graph.select(guard, data, graph.lit(base, value.dtype))
+        if any(a.size > 1 for a in gone):
+            data = graph.map(prim, {}, [data, graph.lit(base, value.dtype)], value.dtype)
+        pieces.append(Piece(kept, (data,), 1, frozenset(), piece.guards))
+    result = Value(shape, value.dtype, tuple(pieces), value.background and _reduced_background(value.background, axes, shape))
+    if not has_unique_cells(graph, result):
+        raise NoRule("a maximum over cells of several pieces")
+    return normalised(graph, result)
+
+
+def _reduced_background(background: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:
+    return background.map_pieces(shape, lambda p: p.replace(axes=tuple(a for i, a in enumerate(p.axes) if i not in axes)))
+
+

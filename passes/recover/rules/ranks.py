@@ -1,0 +1,75 @@
+"""Rules where queue counts come from: `cumsum` of a one-hot mask, and gathers that read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_xla.passes.recover.facts import bound_of
+from moe_xla.passes.recover.nodes import is_integer
+from moe_xla.passes.recover.rules.table import Context, rule
+from moe_xla.passes.recover.terms import Factor, Idx, Term, Var, fresh, has_idx, parts_of, term_vars, vars_of
+from moe_xla.passes.recover.values import NoRule, Value, masks_to_guards, plain, read
+
+
+@rule("cumsum")
+def cumsum(context: Context, eqn: Any, value: Value) -> Value:
+    if eqn.params["reverse"]:
+        raise NoRule("a cumulative sum from the end")
+    return queue_counts(context, value, eqn.params["axis"], site=eqn)
+
+
+def queue_counts(context: Context, value: Value, axis: int, site: Any) -> Value:
+    """The inclusive count along `axis` of a one-hot mask, as a rank node."""
+    if value.is_plain or len(value.pieces) != 1 or value.background is not None:
+        raise NoRule("a cumulative sum of something else than one mask of one-hot rows")
+    piece = masks_to_guards(context.graph, value.pieces[0])
+    if piece is None:
+        raise NoRule("a cumulative sum of an empty mask")
+    experts = [i for i, a in enumerate(piece.axes) if has_idx(a)]
+    if len(experts) != 1 or not isinstance(piece.axes[experts[0]], Idx) or axis in experts:
+        raise NoRule("a cumulative sum of a mask without one expert axis")
+    if piece.factors or piece.coef != 1 or piece.equalities:
+        raise NoRule("a cumulative sum of weighted rows")
+    if not all(isinstance(p, Var) for a in piece.axes if not has_idx(a) for p in parts_of(a)):
+        raise NoRule("a cumulative sum of part of a mask")
+    index = piece.axes[experts[0]]
+    assert isinstance(index, Idx)
+    order = tuple(term_vars(piece.axes[axis]))
+    batch = tuple(v for i, a in enumerate(piece.axes) if i != axis and not has_idx(a) for v in term_vars(a))
+    many = tuple(v for v in piece.variables if v not in order and v not in batch)
+    used = set(vars_of([index])) | {v for g in piece.guards for v in vars_of(g.args)}
+    if not order or len({*order, *batch}) != len(order) + len(batch) or not set(many) <= used:
+        raise NoRule("a cumulative sum along an axis that is not the queue's")
+    counts = context.graph.rank(index, batch, order, many, piece.guards, value.dtype, context.site_of(site))
+    expert = fresh(index.size)
+    axes = tuple(expert if i == experts[0] else a for i, a in enumerate(piece.axes))
+    return plain(value.shape, axes, Factor(counts.node, (*counts.args, expert)))
+
+
+@rule("gather")
+def gather(context: Context, eqn: Any, operand: Value, indices: Value) -> Value:
+    """`take_along_axis` of a queue count: one index, the other axes batched."""
+    if not operand.is_plain or not indices.is_plain or not is_integer(indices.dtype):
+        raise NoRule("a gather from a structured value")
+    numbers = eqn.params["dimension_numbers"]
+    rank = len(operand.shape)
+    batched = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    if numbers.offset_dims or len(numbers.start_index_map) != 1 or tuple(eqn.params["slice_sizes"]) != (1,) * rank:
+        raise NoRule("a gather of slices")
+    axis = numbers.start_index_map[0]
+    if set(batched) | {axis} != set(range(rank)) or numbers.collapsed_slice_dims != (axis,):
+        raise NoRule("a gather with several indices")
+    piece = indices.pieces[0].renamed()
+    index = piece.factors[0]
+    bound = bound_of(context.graph, index)
+    if bound is None or bound > operand.shape[axis]:
+        raise NoRule("a gather whose index is not proved in range")
+    places: list[Term] = []
+    for d in range(rank):
+        if d == axis:
+            places.append(Idx(index.node, index.args, operand.shape[axis]))
+        else:
+            places.append(piece.axes[batched[d]])
+    data = read(context.graph, operand, places)
+    return plain(indices.shape[:-1], piece.axes[:-1], data)
+

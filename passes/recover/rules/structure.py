@@ -1,0 +1,282 @@
+"""Rules that only rename places: broadcast, transpose, reshape, squeeze, slice, pad, concatenate, split, iota."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core.primitives as prims
+import numpy as np
+
+from moe_xla.passes.recover.nodes import Graph, literal
+from moe_xla.passes.recover.rules.table import Context, rule
+from moe_xla.passes.recover.terms import (
+    UNIT,
+    Const,
+    Factor,
+    Idx,
+    Term,
+    Var,
+    factor_vars,
+    flatten,
+    fresh,
+    fresh_axis,
+    parts_of,
+    vars_of,
+)
+from moe_xla.passes.recover.values import (
+    NoRule,
+    Piece,
+    Value,
+    in_range,
+    literal_of,
+    materialised,
+    normalised,
+    peeled,
+    plain,
+    resolve,
+)
+
+
+@rule("broadcast_in_dim")
+def broadcast(context: Context, eqn: Any, value: Value, *dynamic: Value) -> Value:
+    if dynamic:
+        raise NoRule("dynamic shapes")
+    shape, dims = eqn.params["shape"], eqn.params["broadcast_dimensions"]
+
+    def change(piece: Piece) -> Piece:
+        axes = [fresh_axis(n) for n in shape]
+        for i, d in enumerate(dims):
+            if value.shape[i] == shape[d]:
+                axes[d] = piece.axes[i]
+        return piece.replace(axes=tuple(axes))
+
+    return value.map_pieces(shape, change)
+
+
+@rule("transpose")
+def transpose(context: Context, eqn: Any, value: Value) -> Value:
+    order = eqn.params["permutation"]
+    return value.map_pieces([value.shape[i] for i in order], lambda p: p.replace(axes=tuple(p.axes[i] for i in order)))
+
+
+@rule("squeeze")
+def squeeze(context: Context, eqn: Any, value: Value) -> Value:
+    gone = {d % len(value.shape) for d in eqn.params["dimensions"]}
+    kept = [i for i in range(len(value.shape)) if i not in gone]
+    result = value.map_pieces([value.shape[i] for i in kept], lambda p: _drop_unit_axes(context.graph, p, gone))
+    return normalised(context.graph, result)
+
+
+def _drop_unit_axes(graph: Graph, piece: Piece, gone: set[int]) -> Piece:
+    guards = list(piece.guards)
+    for i in gone:
+        if isinstance(piece.axes[i], Idx):
+            guards.append(graph.compare(prims.eq_p, piece.axes[i].factor, 0))  # type: ignore[union-attr]
+    return piece.replace(axes=tuple(a for i, a in enumerate(piece.axes) if i not in gone), guards=tuple(guards))
+
+
+@rule("reshape")
+def reshape(context: Context, eqn: Any, value: Value) -> Value:
+    shape = eqn.params["new_sizes"]
+    if math.prod(shape) == 0:
+        raise NoRule("an empty array")
+    return value.map_pieces(shape, lambda piece: _reshaped(context.graph, piece, shape))
+
+
+def _reshaped(graph: Graph, piece: Piece, shape: Sequence[int]) -> Piece:
+    solved: dict[Var, Term] = {}
+    pending = [p for a in piece.axes for p in (parts_of(a) if a.size != 1 else ())]
+    guards = list(piece.guards)
+    guards += [graph.compare(prims.eq_p, a.factor, 0) for a in piece.axes if isinstance(a, Idx) and a.size == 1]
+    axes: list[Term] = []
+    for size in shape:
+        chosen: list[Term] = []
+        have = 1
+        while have < size:
+            part = resolve(pending.pop(0), solved)
+            parts = parts_of(part)
+            if len(parts) != 1:
+                pending = [*parts, *pending]
+                continue
+            if size % (have * part.size) == 0:
+                chosen.append(part)
+                have *= part.size
+            else:
+                pending = [*_split(graph, part, size // have, size % have, solved), *pending]
+        axes.append(flatten(chosen))
+    result = piece.replace(axes=tuple(axes), guards=tuple(guards))
+    return result.substitute({v: resolve(v, solved) for v in solved})
+
+
+def _split(graph: Graph, part: Term, high: int, remainder: int, solved: dict[Var, Term]) -> list[Term]:
+    """One place as two, `high` places of the slower one."""
+    if remainder or high == 0 or part.size % high:
+        raise NoRule(f"a reshape cuts through the axis of length {part.size}")
+    low = part.size // high
+    if isinstance(part, Var):
+        pair = [fresh(high), fresh(low)]
+        solved[part] = flatten(pair)
+        return list(pair)
+    if isinstance(part, Const):
+        return [Const(part.value // low, high), Const(part.value % low, low)]
+    assert isinstance(part, Idx)
+    divisor = graph.lit(low, part.node.dtype)
+    if np.dtype(part.node.dtype).kind not in "iu":
+        raise NoRule("a reshape splits an axis that is indexed by a float")
+    quotient = graph.map(prims.div_p, {}, [part.factor, divisor], part.node.dtype)
+    rest = graph.map(prims.rem_p, {}, [part.factor, divisor], part.node.dtype)
+    return [Idx(quotient.node, quotient.args, high), Idx(rest.node, rest.args, low)]
+
+
+@rule("slice")
+def slice_rule(context: Context, eqn: Any, value: Value) -> Value:
+    starts, stops, strides = (eqn.params[k] for k in ("start_indices", "limit_indices", "strides"))
+    if strides is not None and any(s != 1 for s in strides):
+        raise NoRule("a slice with strides")
+    ranges = list(zip(starts, stops, strict=True))
+    return _sliced(context, value, ranges)
+
+
+def _sliced(context: Context, value: Value, ranges: Sequence[tuple[int, int]]) -> Value:
+    shape = [b - a for a, b in ranges]
+    background = None if value.background is None else _sliced(context, value.background, ranges)
+    pieces = [q for p in value.pieces if (q := _sliced_piece(context.graph, p, ranges, value.shape)) is not None]
+    return normalised(context.graph, Value(tuple(shape), value.dtype, tuple(pieces), background))
+
+
+def _sliced_piece(graph: Graph, piece: Piece, ranges: Sequence[tuple[int, int]], shape: Sequence[int]) -> Piece | None:
+    for i, (start, stop) in enumerate(ranges):
+        if (start, stop) == (0, shape[i]):
+            continue
+        axis = piece.axes[i]
+        replaced: Piece | None
+        if isinstance(axis, Idx):
+            factor = axis.factor
+            if start:
+                factor = graph.map(prims.sub_p, {}, [factor, graph.lit(start, axis.node.dtype)], axis.node.dtype)
+            factor, guards = peeled(graph, factor, stop - start)
+            guarded = piece.replace(guards=(*piece.guards, *guards))
+            replaced = _with_axis(guarded, i, Idx(factor.node, factor.args, stop - start))
+        elif isinstance(axis, Const):
+            inside = start <= axis.value < stop
+            replaced = _with_axis(piece, i, Const(axis.value - start, stop - start)) if inside else None
+        elif isinstance(axis, Var):
+            replaced = _sliced_var(graph, piece, i, axis, start, stop)
+        else:
+            raise NoRule("a slice of a flattened axis")
+        if replaced is None:
+            return None
+        piece = replaced
+    return piece
+
+
+def _with_axis(piece: Piece, i: int, term: Term) -> Piece:
+    return piece.replace(axes=piece.axes[:i] + (term,) + piece.axes[i + 1 :])
+
+
+def _sliced_var(graph: Graph, piece: Piece, i: int, axis: Var, start: int, stop: int) -> Piece:
+    elsewhere = vars_of([*piece.axes[:i], *piece.axes[i + 1 :]])
+    if axis in elsewhere or piece.equalities or axis in factor_vars(piece.guards):
+        if stop - start == 1:
+            return _with_axis(piece, i, UNIT).substitute({axis: Const(start, axis.size)})
+        raise NoRule("a slice of an axis that other places depend on")
+    if stop - start == 1:
+        return _with_axis(piece, i, UNIT).substitute({axis: Const(start, axis.size)})
+    window = fresh(stop - start)
+    factors = []
+    for factor in piece.factors:
+        if axis not in factor_vars([factor]):
+            factors.append(factor)
+            continue
+        if factor.args.count(axis) != 1 or any(axis in vars_of([a]) for a in factor.args if a != axis):
+            raise NoRule("a slice of an axis that is part of another place")
+        k = factor.args.index(axis)
+        factors.append(Factor(graph.slice(factor.node, k, start, stop), (*factor.args[:k], window, *factor.args[k + 1 :])))
+    return _with_axis(piece.replace(factors=tuple(factors)), i, window)
+
+
+@rule("pad")
+def pad(context: Context, eqn: Any, value: Value, padding: Value) -> Value:
+    config = eqn.params["padding_config"]
+    if literal_of(padding) is None or literal_of(padding) != 0 or value.background is not None:
+        raise NoRule("padding of a value that is not zero elsewhere")
+    return normalised(context.graph, _padded(context.graph, value, config))
+
+
+def _padded(graph: Graph, value: Value, config: Sequence[tuple[int, int, int]]) -> Value:
+    shape = tuple(n + low + high for n, (low, high, _) in zip(value.shape, config, strict=True))
+    pieces = []
+    for piece in value.pieces:
+        for i, (low, high, interior) in enumerate(config):
+            if (low, high, interior) == (0, 0, 0):
+                continue
+            if interior or low < 0 or high < 0:
+                raise NoRule("padding between elements or of negative width")
+            piece = _padded_axis(graph, piece, i, low, high, value.dtype)
+        pieces.append(piece)
+    return Value(shape, value.dtype, tuple(pieces))
+
+
+def _padded_axis(graph: Graph, piece: Piece, i: int, low: int, high: int, dtype: Any) -> Piece:
+    axis = piece.axes[i]
+    size = axis.size + low + high
+    if isinstance(axis, Const):
+        return _with_axis(piece, i, Const(axis.value + low, size))
+    if isinstance(axis, Idx):
+        factor = axis.factor
+        if low:
+            factor = graph.map(prims.add_p, {}, [factor, graph.lit(low, axis.node.dtype)], axis.node.dtype)
+        guarded = piece.replace(guards=piece.guards + tuple(in_range(graph, axis)))
+        return _with_axis(guarded, i, Idx(factor.node, factor.args, size))
+    if not isinstance(axis, Var) or axis in vars_of([*piece.axes[:i], *piece.axes[i + 1 :]]):
+        raise NoRule("padding of an axis that other places depend on")
+    data = materialised(graph, piece, dtype)
+    if data.args.count(axis) != 1:
+        raise NoRule("padding of an axis along which the value is constant")
+    k, wide = data.args.index(axis), fresh(size)
+    node = graph.pad(data.node, k, low, high)
+    return Piece((*piece.axes[:i], wide, *piece.axes[i + 1 :]), (Factor(node, (*data.args[:k], wide, *data.args[k + 1 :])),))
+
+
+@rule("concatenate")
+def concatenate(context: Context, eqn: Any, *values: Value) -> Value:
+    axis = eqn.params["dimension"]
+    shape = list(values[0].shape)
+    total = shape[axis] = sum(v.shape[axis] for v in values)
+    if all(v.is_plain for v in values) or any(v.background is not None for v in values):
+        raise NoRule("a concatenation of arrays")
+    pieces: list[Piece] = []
+    offset = 0
+    sizes = {v.shape[axis] for v in values}
+    for k, value in enumerate(values):
+        if value.is_plain and literal(value.factor) is not None and literal(value.factor) == 0:
+            pass
+        elif len(sizes) == 1:
+            pieces += [_with_axis(p, axis, flatten((Const(k, len(values)), p.axes[axis]))) for p in value.pieces]
+        else:
+            config = [(0, 0, 0)] * len(shape)
+            config[axis] = (offset, total - offset - value.shape[axis], 0)
+            pieces += _padded(context.graph, value, config).pieces
+        offset += value.shape[axis]
+    return normalised(context.graph, Value(tuple(shape), values[0].dtype, tuple(pieces)))
+
+
+@rule("split")
+def split(context: Context, eqn: Any, value: Value) -> list[Value]:
+    axis, results, start = eqn.params["axis"], [], 0
+    for size in eqn.params["sizes"]:
+        ranges = [(start, start + size) if i == axis else (0, n) for i, n in enumerate(value.shape)]
+        results.append(_sliced(context, value, ranges))
+        start += size
+    return results
+
+
+@rule("iota")
+def iota(context: Context, eqn: Any) -> Value:
+    shape, dim, dtype = eqn.params["shape"], eqn.params["dimension"], np.dtype(eqn.params["dtype"])
+    axes = tuple(fresh_axis(n) for n in shape)
+    if shape[dim] == 1:
+        return plain(shape, axes, context.graph.lit(0, dtype))
+    return plain(shape, axes, Factor(context.graph.iota(shape[dim], dtype), (axes[dim],)))

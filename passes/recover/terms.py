@@ -1,0 +1,191 @@
+"""Index terms: what stands on an axis of an array in index notation.
+
+`out[i, j, …] = f(op[…])` is written with *terms* in the brackets.  A term is a variable (`Var`), a fixed place
+(`Const`), several terms flattened into one axis in row-major order (`Flat`), or a data-dependent index (`Idx`): the
+value of an integer node at some arguments, e.g. the expert of token t and choice k.  `Flat` makes every chain of
+transposes and reshapes symbolic.
+
+In: nothing.  Out: immutable values with structural equality, and substitution over them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, Union
+
+if TYPE_CHECKING:
+    from moe_xla.passes.recover.nodes import Node
+
+FIRST_FRESH_ID = 1_000_000
+_fresh_ids = itertools.count(FIRST_FRESH_ID)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Var:
+    """An index variable that runs over `range(size)`."""
+
+    id: int
+    size: int
+
+    def __repr__(self) -> str:
+        return f"v{self.id - FIRST_FRESH_ID if self.id >= FIRST_FRESH_ID else self.id}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Const:
+    """The fixed place `value` on an axis of length `size`."""
+
+    value: int
+    size: int
+
+    def __repr__(self) -> str:
+        return f"#{self.value}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flat:
+    """Several terms flattened into one axis, the last one fastest.  Never nested, never of one part."""
+
+    parts: tuple[Term, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(p.size for p in self.parts)
+
+    def __repr__(self) -> str:
+        return "<" + "*".join(map(repr, self.parts)) + ">"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Idx:
+    """The value of an integer-valued node at `args`, as a place on an axis of length `size`.
+
+    A value outside `range(size)` is no place at all: the cell does not exist.
+    """
+
+    node: Node
+    args: tuple[Term, ...]
+    size: int
+
+    def __repr__(self) -> str:
+        return f"{self.node!r}({','.join(map(repr, self.args))})"
+
+    @property
+    def factor(self) -> Factor:
+        return Factor(self.node, self.args)
+
+
+Term = Union[Var, Const, Flat, Idx]
+Substitution = Mapping[Var, Term]
+
+UNIT = Const(0, 1)
+
+
+class Factor(NamedTuple):
+    """A node read at index terms: `node[args]`."""
+
+    node: Node
+    args: tuple[Term, ...]
+
+    def __repr__(self) -> str:
+        return f"{self.node!r}({','.join(map(repr, self.args))})"
+
+
+def fresh(size: int) -> Var:
+    """A variable that occurs nowhere else."""
+    return Var(next(_fresh_ids), int(size))
+
+
+def fresh_axis(size: int) -> Term:
+    """A fresh variable, or the only place of an axis of length 1."""
+    return UNIT if size == 1 else fresh(size)
+
+
+def term_vars(term: Term) -> tuple[Var, ...]:
+    """The variables of a term in order of first occurrence."""
+    if isinstance(term, Var):
+        return (term,)
+    if isinstance(term, Const):
+        return ()
+    return vars_of(term.parts if isinstance(term, Flat) else term.args)
+
+
+def vars_of(terms: Iterable[Term]) -> tuple[Var, ...]:
+    """The variables of several terms in order of first occurrence."""
+    seen: dict[Var, None] = {}
+    for term in terms:
+        if isinstance(term, Var):
+            seen[term] = None
+        elif not isinstance(term, Const):
+            for var in term_vars(term):
+                seen[var] = None
+    return tuple(seen)
+
+
+def factor_vars(factors: Iterable[Factor]) -> tuple[Var, ...]:
+    """The variables of several factors in order of first occurrence."""
+    return vars_of(arg for factor in factors for arg in factor.args)
+
+
+def has_idx(term: Term) -> bool:
+    """Whether the place depends on data."""
+    return isinstance(term, Idx) or (isinstance(term, Flat) and any(isinstance(p, Idx) for p in term.parts))
+
+
+def parts_of(term: Term) -> tuple[Term, ...]:
+    """The term's parts; an axis of length 1 has none."""
+    if isinstance(term, Flat):
+        return term.parts
+    return () if term.size == 1 and isinstance(term, Const) else (term,)
+
+
+def flatten(terms: Iterable[Term]) -> Term:
+    """One term for several, row-major."""
+    parts: list[Term] = []
+    for term in terms:
+        for part in parts_of(term):
+            merged = _merge(parts[-1], part) if parts else None
+            if merged is None:
+                parts.append(part)
+            else:
+                parts[-1] = merged
+    if not parts:
+        return UNIT
+    return parts[0] if len(parts) == 1 else Flat(tuple(parts))
+
+
+def _merge(high: Term, low: Term) -> Term | None:
+    """Quotient and remainder of one index, side by side, are that index."""
+    if isinstance(high, Const) and isinstance(low, Const):
+        return Const(high.value * low.size + low.value, high.size * low.size)
+    if isinstance(high, Idx) and isinstance(low, Idx):
+        whole = high.node.split_of(low.node)
+        if whole is not None and high.args == low.args and whole[1] == low.size:
+            return Idx(whole[0].node, substitute_all(whole[0].args, _bind(high.args)), high.size * low.size)
+    return None
+
+
+def _bind(args: tuple[Term, ...]) -> dict[Var, Term]:
+    return {Var(i, a.size): a for i, a in enumerate(args)}
+
+
+def substitute(term: Term, mapping: Substitution) -> Term:
+    """Replaces variables, all at once."""
+    if isinstance(term, Var):
+        return mapping.get(term, term)
+    if isinstance(term, Const):
+        return term
+    if isinstance(term, Flat):
+        return flatten(substitute(p, mapping) for p in term.parts)
+    return Idx(term.node, substitute_all(term.args, mapping), term.size)
+
+
+def substitute_all(terms: Iterable[Term], mapping: Substitution) -> tuple[Term, ...]:
+    return tuple([substitute(t, mapping) for t in terms])
+
+
+def substitute_factor(factor: Factor, mapping: Substitution) -> Factor:
+    return Factor(factor.node, substitute_all(factor.args, mapping)) if mapping else factor

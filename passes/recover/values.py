@@ -1,0 +1,730 @@
+"""Values: what the algebra knows about one array of the program.
+
+A value of shape `[n0, n1, …]` is a sum of *pieces* over a *background*.  A piece
+
+    coef · Σ_vars Π_axes δ(i, term) · Π factors · [guards] · Π [a = b]
+
+sums over all its variables; a variable that stands on an axis as it is, is pinned by that axis.  With no background
+(None) cells that no piece hits hold zero and pieces add up.  With a background the pieces are proved not to overlap
+(`has_unique_cells`): a cell that a piece hits holds the piece, every other cell the background.
+
+Guards say "this cell does not exist otherwise", factors that are masks say "the value is zero otherwise"; without a
+background the two are the same and masks are kept as guards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax.extend.core.primitives as prims
+
+
+from moe_xla.passes.recover.facts import (
+    bound_of,
+    counts_exactly,
+    depends_on_rank,
+    distinct_of,
+    is_count,
+    others_follow,
+    rank_of,
+    same_term,
+)
+from moe_xla.passes.recover.nodes import (
+    Ein,
+    Graph,
+    Map,
+    Node,
+    is_boolean,
+    is_floating,
+    is_map,
+    literal,
+    operands_at,
+)
+from moe_xla.passes.recover.terms import (
+    UNIT,
+    Const,
+    Factor,
+    Flat,
+    Idx,
+    Term,
+    Var,
+    factor_vars,
+    flatten,
+    fresh,
+    fresh_axis,
+    has_idx,
+    parts_of,
+    substitute,
+    substitute_all,
+    substitute_factor,
+    term_vars,
+    vars_of,
+)
+
+Equalities = frozenset[tuple[Idx, Idx]]
+
+
+class NoRule(Exception):
+    """A rule does not apply; the operation is then done on arrays, exactly as written."""
+
+
+class Contradiction(Exception):
+    """Two places provably differ: the product of the two pieces is zero."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One term of a value's sum: see the module's first words."""
+
+    axes: tuple[Term, ...]
+    factors: tuple[Factor, ...] = ()
+    coef: Any = 1
+    equalities: Equalities = frozenset()
+    guards: tuple[Factor, ...] = ()
+
+    @property
+    def variables(self) -> tuple[Var, ...]:
+        pairs = [t for pair in self.equalities for t in pair]
+        return vars_of([*self.axes, *(a for f in (*self.factors, *self.guards) for a in f.args), *pairs])
+
+    @property
+    def hidden(self) -> tuple[Var, ...]:
+        """Variables that occur on no axis, not even inside an index."""
+        visible = set(vars_of(self.axes))
+        return tuple(v for v in self.variables if v not in visible)
+
+    @property
+    def points(self) -> frozenset[Var]:
+        """Variables that data-dependent places are made of."""
+        pairs = [t for pair in self.equalities for t in pair]
+        return frozenset(vars_of([p for a in self.axes for p in parts_of(a) if isinstance(p, Idx)] + pairs))
+
+    def substitute(self, mapping: dict[Var, Term]) -> Piece:
+        if not mapping:
+            return self
+        return Piece(
+            substitute_all(self.axes, mapping),
+            tuple(substitute_factor(f, mapping) for f in self.factors),
+            self.coef,
+            frozenset((substitute(a, mapping), substitute(b, mapping)) for a, b in self.equalities),  # type: ignore[misc]
+            tuple(dict.fromkeys(substitute_factor(g, mapping) for g in self.guards)),
+        )
+
+    def renamed(self) -> Piece:
+        return self.substitute({v: fresh(v.size) for v in self.variables})
+
+    def replace(self, **changes: Any) -> Piece:
+        return dataclasses.replace(self, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """An array as a sum of pieces over a background: see the module's first words."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    pieces: tuple[Piece, ...]
+    background: Value | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """One factor read at variables: an ordinary array, up to the order of its axes."""
+        if self.background is not None or len(self.pieces) != 1:
+            return False
+        piece = self.pieces[0]
+        if len(piece.factors) != 1 or piece.coef != 1 or piece.guards or piece.equalities:
+            return False
+        return not any(has_idx(a) for a in piece.axes) and not piece.hidden
+
+    @property
+    def factor(self) -> Factor:
+        """The only factor of a plain value."""
+        return self.pieces[0].factors[0]
+
+    def map_pieces(self, shape: Sequence[int], change: Callable[[Piece], Piece]) -> Value:
+        background = None if self.background is None else self.background.map_pieces(shape, change)
+        return Value(tuple(shape), self.dtype, tuple(change(p) for p in self.pieces), background)
+
+
+def plain(shape: Sequence[int], axes: Sequence[Term], factor: Factor) -> Value:
+    return Value(tuple(shape), factor.node.dtype, (Piece(tuple(axes), (factor,)),))
+
+
+def of_node(node: Node) -> Value:
+    """The value of a node over its own axes."""
+    axes = tuple(fresh_axis(n) for n in node.shape)
+    return plain(node.shape, axes, Factor(node, axes))
+
+
+def of_literal(graph: Graph, value: Any, shape: Sequence[int], dtype: Any) -> Value:
+    return plain(shape, tuple(fresh_axis(n) for n in shape), graph.lit(value, dtype))
+
+
+def literal_of(value: Value | None) -> Any:
+    """The scalar that a value holds in every cell, or None; 0 where there is no background value."""
+    if value is None:
+        return 0
+    return literal(value.factor) if value.is_plain else None
+
+
+# ------------------------------------------------------------------------------------------- unification
+
+
+def resolve(term: Term, solved: dict[Var, Term]) -> Term:
+    """Replaces variables by what they were unified with, to the end."""
+    if isinstance(term, Var):
+        while isinstance(term, Var) and term in solved:
+            term = solved[term]
+        return term if isinstance(term, (Var, Const)) else resolve(term, solved)
+    if isinstance(term, Const):
+        return term
+    if isinstance(term, Flat):
+        return flatten(resolve(p, solved) for p in term.parts)
+    return Idx(term.node, tuple(resolve(a, solved) for a in term.args), term.size)
+
+
+def unify(a: Term, b: Term, solved: dict[Var, Term], equal: set[tuple[Idx, Idx]]) -> None:
+    """Makes two places the same: binds variables, or records an equality between data-dependent places."""
+    a, b = resolve(a, solved), resolve(b, solved)
+    if a == b:
+        return
+    if isinstance(a, Var) and a not in term_vars(b):
+        solved[a] = b
+    elif isinstance(b, Var) and b not in term_vars(a):
+        solved[b] = a
+    elif isinstance(a, Const) and isinstance(b, Const):
+        raise Contradiction
+    elif isinstance(a, Flat) or isinstance(b, Flat):
+        for x, y in _refine(parts_of(a), parts_of(b), solved):
+            unify(x, y, solved, equal)
+    elif isinstance(a, Idx) and isinstance(b, Idx):
+        equal.add((a, b))
+    else:
+        raise NoRule(f"cannot compare the places {a} and {b}")
+
+
+def _refine(left: Sequence[Term], right: Sequence[Term], solved: dict[Var, Term]) -> list[tuple[Term, Term]]:
+    """Cuts two row-major lists of parts into pairs of equal size, splitting variables where needed."""
+    a_parts, b_parts, pairs = list(left), list(right), []
+    while a_parts and b_parts:
+        a, b = a_parts.pop(0), b_parts.pop(0)
+        if isinstance(resolve(a, solved), Flat):
+            a_parts = [*parts_of(resolve(a, solved)), *a_parts]
+            b_parts.insert(0, b)
+        elif isinstance(resolve(b, solved), Flat):
+            b_parts = [*parts_of(resolve(b, solved)), *b_parts]
+            a_parts.insert(0, a)
+        elif a.size == b.size:
+            pairs.append((a, b))
+        else:
+            big, small = (a, b) if a.size > b.size else (b, a)
+            big_parts, small_parts = (a_parts, b_parts) if big is a else (b_parts, a_parts)
+            if not isinstance(big, Var) or small.size == 0 or big.size % small.size:
+                raise NoRule(f"cannot align the flattened axes {a} and {b}")
+            high, low = fresh(small.size), fresh(big.size // small.size)
+            solved[big] = flatten((high, low))
+            big_parts[:0] = [high, low]
+            small_parts.insert(0, small)
+    if a_parts or b_parts:
+        raise NoRule("cannot align flattened axes")
+    return pairs
+
+
+def held_factors(graph: Graph, pieces: Iterable[Piece]) -> frozenset[Factor]:
+    """Conditions that hold wherever the pieces contribute: their guards and what these imply."""
+    held: set[Factor] = set()
+    pending = [f for p in pieces for f in (*p.guards, *p.factors)]
+    while pending:
+        factor = pending.pop()
+        if factor in held:
+            continue
+        held.add(factor)
+        if is_map(factor, "convert_element_type", "and", "mul"):
+            pending += operands_at(factor)
+        elif is_map(factor, "select_n") and len(factor.node.operands) == 3:
+            condition, if_false, _ = operands_at(factor)
+            if literal(if_false) is not None and literal(if_false) == 0:
+                pending.append(condition)
+    return frozenset(f for f in held if is_boolean(f.node.dtype))
+
+
+def solve(graph: Graph, solved: dict[Var, Term], equal: set[tuple[Idx, Idx]], pieces: Sequence[Piece]) -> Equalities:
+    """Discharges equalities by provenance; extends `solved`, returns the equalities left."""
+    while True:
+        equal = {(resolve(a, solved), resolve(b, solved)) for a, b in equal}  # type: ignore[misc]
+        equal = {(a, b) for a, b in equal if not same_term(graph, a, b)}
+        held = held_factors(graph, [p.substitute({v: resolve(v, solved) for v in p.variables}) for p in pieces])
+        for pair in sorted(equal, key=repr):
+            if _discharge(graph, pair, equal, held, solved):
+                break
+        else:
+            return frozenset(equal)
+
+
+def _known_equal(graph: Graph, a: Term, b: Term, equal: set[tuple[Idx, Idx]]) -> bool:
+    return same_term(graph, a, b) or any(
+        (same_term(graph, a, x) and same_term(graph, b, y)) or (same_term(graph, a, y) and same_term(graph, b, x))
+        for x, y in equal
+    )
+
+
+def _discharge(
+    graph: Graph,
+    pair: tuple[Idx, Idx],
+    equal: set[tuple[Idx, Idx]],
+    held: frozenset[Factor],
+    solved: dict[Var, Term],
+) -> bool:
+    """Tries to replace one equality by what it implies."""
+    a, b = pair
+    if _discharge_rank(graph, a, b, equal, held, solved):
+        equal.discard(pair)
+        return True
+    da, db = distinct_of(graph, a.factor), distinct_of(graph, b.factor)
+    if da and db and da.node is db.node and len(da.rest) == len(db.rest):
+        if all(same_term(graph, x, y) for x, y in zip(da.rest, db.rest, strict=True)):
+            extra: set[tuple[Idx, Idx]] = set()
+            unify(da.along, db.along, solved, extra)
+            if not extra:
+                return True
+    return False
+
+
+def _discharge_rank(
+    graph: Graph,
+    a: Idx,
+    b: Idx,
+    equal: set[tuple[Idx, Idx]],
+    held: frozenset[Factor],
+    solved: dict[Var, Term],
+) -> bool:
+    """Equal own positions in the same queue are the same assignment; positions of disjoint queues never meet."""
+    ra, rb = rank_of(graph, a.factor), rank_of(graph, b.factor)
+    if ra is None or rb is None:
+        return False
+    for fact in (ra, rb):
+        if not fact.is_own(graph) or not others_follow(graph, fact) or not set(fact.guards) <= held:
+            return False
+    if len(ra.batch) != len(rb.batch) or not all(same_term(graph, x, y) for x, y in zip(ra.batch, rb.batch, strict=True)):
+        return False
+    if not _known_equal(graph, ra.expert, rb.expert, equal):
+        return False
+    others_a = frozenset((f.node, c) for f, c in ra.others)
+    others_b = frozenset((f.node, c) for f, c in rb.others)
+    if ra.constant != rb.constant:
+        return False
+    if ra.rank is rb.rank and others_a == others_b:
+        extra: set[tuple[Idx, Idx]] = set()
+        trial = dict(solved)
+        for x, y in zip(ra.order, rb.order, strict=True):
+            unify(x, y, trial, extra)
+        if extra:
+            return False
+        solved.update(trial)
+        return True
+    for low, high, more in ((ra, rb, others_b - others_a), (rb, ra, others_a - others_b)):
+        if (others_a if low is ra else others_b) - (others_a if high is ra else others_b):
+            continue
+        if not all(c > 0 and is_count(n) for n, c in more):
+            continue
+        mapping = low.rank.bind((*low.batch, *low.order, low.expert))
+        if any(c == 1 and isinstance(n, Ein) and counts_exactly(graph, n, low.rank, held, mapping) for n, c in more):
+            raise Contradiction
+    return False
+
+
+def align(
+    graph: Graph, pieces: Sequence[Piece], groups: Iterable[Sequence[tuple[int, int]]]
+) -> tuple[dict[Var, Term], Equalities]:
+    """Unifies axes of several pieces.  `groups` lists the (piece, axis) pairs that are one place."""
+    solved: dict[Var, Term] = {}
+    equal: set[tuple[Idx, Idx]] = {pair for p in pieces for pair in p.equalities}
+    for group in groups:
+        terms = [pieces[i].axes[a] for i, a in group]
+        for term in terms[1:]:
+            unify(terms[0], term, solved, equal)
+    rest = solve(graph, solved, equal, pieces)
+    return {v: resolve(v, solved) for v in solved}, rest
+
+
+def in_range(graph: Graph, term: Term) -> list[Factor]:
+    """The conditions under which a place lies on its axis, beyond what is proved or unbounded."""
+    if isinstance(term, Flat):
+        return [g for p in term.parts for g in in_range(graph, p)]
+    if not isinstance(term, Idx):
+        return []
+    bound = bound_of(graph, term.factor)
+    if bound is not None and bound <= term.size:
+        return []
+    tests = [graph.compare(prims.ge_p, term.factor, 0), graph.compare(prims.lt_p, term.factor, term.size)]
+    return [t for t in tests if literal(t) is None or not literal(t)]
+
+
+def is_slot(graph: Graph, term: Term) -> bool:
+    """Whether a place is a slot: a queue position."""
+    return any(isinstance(p, Idx) and depends_on_rank(graph, p.node) for p in parts_of(term))
+
+
+def has_slots(graph: Graph, value: Value) -> bool:
+    return any(is_slot(graph, a) for p in value.pieces for a in p.axes) or (
+        value.background is not None and has_slots(graph, value.background)
+    )
+
+
+def is_injective(graph: Graph, piece: Piece) -> bool:
+    """Whether different assignments of the piece's variables hit different cells."""
+    first, second = piece, piece.renamed()
+    if piece.hidden or piece.equalities:
+        return False
+    try:
+        solved, _ = align(graph, [first, second], [[(0, i), (1, i)] for i in range(len(piece.axes))])
+    except Contradiction:
+        return True
+    except NoRule:
+        return False
+    image = [resolve(v, solved) for v in first.variables]
+    other = [resolve(v, solved) for v in second.variables]
+    return image == other
+
+
+def are_disjoint(graph: Graph, a: Piece, b: Piece) -> bool:
+    b = b.renamed()
+    try:
+        align(graph, [a, b], [[(0, i), (1, i)] for i in range(len(a.axes))])
+    except Contradiction:
+        return True
+    except NoRule:
+        return False
+    return False
+
+
+def has_unique_cells(graph: Graph, value: Value) -> bool:
+    """Whether no cell is hit twice."""
+    key = ("unique", tuple(value.pieces))
+    if key not in graph.memo:
+        graph.memo[key] = all(is_injective(graph, p) for p in value.pieces) and all(
+            are_disjoint(graph, p, q) for i, p in enumerate(value.pieces) for q in value.pieces[:i]
+        )
+    return bool(graph.memo[key])
+
+
+# ------------------------------------------------------------------------------------- canonical pieces
+
+
+def as_condition(graph: Graph, factor: Factor) -> tuple[Factor | None, Factor | None]:
+    """(guard, rest) for a factor that is zero unless a condition holds; rest None stands for one."""
+    if is_boolean(factor.node.dtype):
+        return factor, None
+    if is_map(factor, "convert_element_type"):
+        inner = operands_at(factor)[0]
+        guard, rest = as_condition(graph, inner)
+        if guard is not None:
+            return guard, None if rest is None else graph.convert(rest, factor.node.dtype)
+    if is_map(factor, "select_n") and len(factor.node.operands) == 3:
+        condition, if_false, if_true = operands_at(factor)
+        if is_boolean(condition.node.dtype):
+            if literal(if_false) is not None and literal(if_false) == 0:
+                return condition, None if literal(if_true) is not None and literal(if_true) == 1 else if_true
+            if literal(if_true) is not None and literal(if_true) == 0:
+                rest = None if literal(if_false) is not None and literal(if_false) == 1 else if_false
+                return graph.logical_not(condition), rest
+    return None, None
+
+
+def masks_to_guards(graph: Graph, piece: Piece) -> Piece | None:
+    """Masks among the factors as guards, literals as the coefficient; None where a guard is false."""
+    factors: list[Factor] = []
+    guards: dict[Factor, None] = {}
+    coef = piece.coef
+    pending = list(piece.factors)
+    while pending:
+        factor = pending.pop(0)
+        value = literal(factor)
+        if value is not None and not is_boolean(factor.node.dtype):
+            coef = coef * value.item()
+            continue
+        guard, rest = as_condition(graph, factor)
+        if guard is None:
+            factors.append(factor)
+            continue
+        guards[guard] = None
+        if rest is not None:
+            pending.insert(0, rest)
+    split = [g for guard in (*piece.guards, *guards) for g in conjuncts(guard)]
+    if any(literal(g) is not None and not literal(g) for g in split) or coef == 0:
+        return None
+    kept = tuple(dict.fromkeys(g for g in split if literal(g) is None))
+    if any(graph.logical_not(g) in kept for g in kept):
+        return None
+    return piece.replace(factors=tuple(factors), guards=kept, coef=coef)
+
+
+def conjuncts(guard: Factor) -> list[Factor]:
+    if is_map(guard, "and") and is_boolean(guard.node.dtype):
+        return [c for op in operands_at(guard) for c in conjuncts(op)]
+    return [guard]
+
+
+def under_guards(graph: Graph, factor: Factor, held: frozenset[Factor]) -> Factor:
+    """An index as it is where the conditions hold: `p·keep` and `where(keep, p, …)` are p under keep."""
+    if not isinstance(factor.node, Map):
+        return factor
+    ops = operands_at(factor)
+    node = factor.node
+    if node.name == "select_n" and len(ops) == 3:
+        if ops[0] in held:
+            return under_guards(graph, ops[2], held)
+        if is_boolean(ops[0].node.dtype) and graph.logical_not(ops[0]) in held:
+            return under_guards(graph, ops[1], held)
+        return factor
+    if node.name == "mul":
+        for mask, other in ((ops[0], ops[1]), (ops[1], ops[0])):
+            guard, rest = as_condition(graph, mask)
+            if guard is not None and rest is None and guard in held:
+                return under_guards(graph, other, held)
+    if node.name in ("convert_element_type", "add", "sub", "add_any", "mul"):
+        changed = [under_guards(graph, op, held) for op in ops]
+        if changed != ops:
+            return graph.map(node.prim, node.params, changed, node.dtype)
+    return factor
+
+
+def peeled(graph: Graph, index: Factor, size: int) -> tuple[Factor, list[Factor]]:
+    """An index into an axis of length `size` without its out-of-range cases, which become guards."""
+    if is_map(index, "convert_element_type") and not is_boolean(operands_at(index)[0].node.dtype):
+        inner, guards = peeled(graph, operands_at(index)[0], size)
+        return (graph.convert(inner, index.node.dtype), guards) if inner != operands_at(index)[0] else (index, [])
+    if is_map(index, "min"):
+        for limit, other in (operands_at(index), operands_at(index)[::-1]):
+            value = literal(limit)
+            if value is not None and value >= size:
+                return peeled(graph, other, size)
+    if is_map(index, "select_n") and len(index.node.operands) == 3:
+        condition, if_false, if_true = operands_at(index)
+        if is_boolean(condition.node.dtype):
+            for dead, live, guard in ((if_false, if_true, condition), (if_true, if_false, graph.logical_not(condition))):
+                value = literal(dead)
+                if value is not None and not 0 <= value < size:
+                    inner, guards = peeled(graph, live, size)
+                    return inner, [guard, *guards]
+    return index, []
+
+
+def renormalised(graph: Graph, piece: Piece) -> Piece | None:
+    """The piece with its places simplified by its own guards; None where it is empty."""
+    result = masks_to_guards(graph, piece)
+    if result is None:
+        return None
+    held = held_factors(graph, [result])
+    if not held or not (result.equalities or any(has_idx(a) for a in result.axes)):
+        return result
+
+    def simplify(term: Term) -> Term:
+        if isinstance(term, Idx):
+            factor = under_guards(graph, term.factor, held)
+            return Idx(factor.node, factor.args, term.size)
+        return flatten(simplify(p) for p in term.parts) if isinstance(term, Flat) else term
+
+    axes = tuple(simplify(a) for a in result.axes)
+    equalities = frozenset((simplify(a), simplify(b)) for a, b in result.equalities)
+    if equalities == result.equalities:
+        return result.replace(axes=axes)
+    solved: dict[Var, Term] = {}
+    try:
+        rest = solve(graph, solved, set(equalities), [result])  # type: ignore[arg-type]
+    except Contradiction:
+        return None
+    mapping = {v: resolve(v, solved) for v in solved}
+    return result.replace(axes=axes, equalities=frozenset()).substitute(mapping).replace(equalities=rest)
+
+
+def materialised(graph: Graph, piece: Piece, dtype: Any) -> Factor:
+    """One factor that holds the piece's data over its variables, zero where a guard fails."""
+    if piece.hidden:
+        raise NoRule("the value is a product that is not contracted yet")
+    factors = [graph.convert(f, dtype) for f in piece.factors]
+    if piece.coef != 1 or not factors:
+        factors.append(graph.lit(piece.coef, dtype))
+    data = factors[0]
+    for factor in factors[1:]:
+        data = graph.map(prims.mul_p, {}, [data, factor], dtype) if not is_boolean(dtype) else graph.logical_and([data, factor])
+    guards = list(piece.guards)
+    guards += [graph.compare(prims.eq_p, a.factor, b.factor) for a, b in sorted(piece.equalities, key=repr)]
+    if guards:
+        data = graph.select(graph.logical_and(guards), data, graph.lit(0, dtype))
+    return data
+
+
+def components(piece: Piece, ignored: frozenset[Var]) -> int:
+    """How many independent groups the piece's parts fall into when some variables do not count as links."""
+    items = [set(factor_vars([f])) - ignored for f in (*piece.factors, *piece.guards)]
+    items += [set(vars_of(pair)) - ignored for pair in piece.equalities]
+    items += [set(term_vars(a)) - ignored for a in piece.axes if has_idx(a)]
+    groups: list[set[Var]] = []
+    for item in filter(None, items):
+        linked = [g for g in groups if g & item]
+        for group in linked:
+            groups.remove(group)
+            item = item | group
+        groups.append(item)
+    return len(groups)
+
+
+def contracted(graph: Graph, piece: Piece, dtype: Any, allow_outer: bool = False) -> Piece:
+    """The piece with hidden variables summed into einsum nodes, wherever the factors they join belong together.
+
+    A contraction that would join two independent sets of assignments (the naive gradient of the combine weights) is
+    left as a product until something picks the assignments.
+    """
+    while True:
+        candidates = [v for v in piece.hidden if v not in piece.points]
+        step = next((s for v in candidates if (s := _contraction(piece, v, candidates, allow_outer)) is not None), None)
+        if step is None:
+            return piece
+        factors, guards, variables = step
+        out = tuple(v for v in factor_vars([*factors, *guards]) if v not in variables)
+        node = graph.ein(out, factors, guards, frozenset(), 1, dtype)
+        piece = piece.replace(
+            factors=(*(f for f in piece.factors if f not in factors), Factor(node, out)),
+            guards=tuple(g for g in piece.guards if g not in guards),
+        )
+
+
+def _contraction(
+    piece: Piece, variable: Var, candidates: Sequence[Var], allow_outer: bool
+) -> tuple[list[Factor], list[Factor], set[Var]] | None:
+    joined = {variable}
+    while True:
+        factors = [f for f in piece.factors if joined & set(factor_vars([f]))]
+        guards = [g for g in piece.guards if joined & set(factor_vars([g]))]
+        more = {v for v in factor_vars([*factors, *guards]) if v in candidates}
+        if more <= joined:
+            break
+        joined |= more
+    group = Piece((), tuple(factors), 1, frozenset(), tuple(guards))
+    if len(set(factors)) != len(factors) or (not allow_outer and components(group, frozenset(joined)) > 1):
+        return None
+    return factors, guards, joined
+
+
+def scattered(graph: Graph, value: Value) -> Value:
+    """A value without slots as one array: a sum of einsum nodes that scatter by their indices."""
+    value = additive(graph, value)
+    total: Value | None = None
+    for piece in value.pieces:
+        node = graph.ein(
+            tuple(a if a.size != 1 else UNIT for a in piece.axes),
+            piece.factors,
+            piece.guards,
+            piece.equalities,
+            piece.coef,
+            value.dtype,
+        )
+        term = of_node(node)
+        total = term if total is None else plain_map(graph, prims.add_p, {}, [total, term], value.shape, value.dtype)
+    return total if total is not None else of_literal(graph, 0, value.shape, value.dtype)
+
+
+def plain_map(graph: Graph, prim: Any, params: dict[str, Any], values: Sequence[Value], shape: Sequence[int], dtype: Any) -> Value:
+    """An elementwise operation on plain values of one shape (scalars allowed)."""
+    full = [i for i, v in enumerate(values) if v.shape == tuple(shape)]
+    pieces = [v.pieces[0].renamed() for v in values]
+    solved, rest = align(graph, pieces, [[(i, a) for i in full] for a in range(len(shape))])
+    if rest:
+        raise NoRule("plain operands whose places differ")
+    factors = [substitute_factor(p.factors[0], solved) for p in pieces]
+    axes = tuple(substitute(pieces[full[0]].axes[a], solved) for a in range(len(shape))) if full else ()
+    return plain(shape, axes, graph.map(prim, params, factors, dtype))
+
+
+def read(graph: Graph, value: Value, axes: Sequence[Term]) -> Factor:
+    """A plain value read at the given places."""
+    piece = value.pieces[0].renamed()
+    solved, rest = align(graph, [Piece(tuple(axes)), piece], [[(1, i), (0, i)] for i in range(len(axes))])
+    target = substitute_all(axes, solved)
+    if rest or target != tuple(axes):
+        raise NoRule("cannot read an array at these places")
+    return substitute_factor(piece.factors[0], solved)
+
+
+def additive(graph: Graph, value: Value) -> Value:
+    """The same array without background: background plus (piece − background) at the cells hit."""
+    if value.background is None:
+        return value
+    if is_boolean(value.dtype):
+        raise NoRule("a truth value with a background cannot be summed")
+    pieces = list(value.background.pieces)
+    for piece in value.pieces:
+        base = read(graph, value.background, piece.axes)
+        data = graph.map(prims.sub_p, {}, [materialised(graph, piece.replace(guards=()), value.dtype), base], value.dtype)
+        pieces.append(Piece(piece.axes, (data,), 1, piece.equalities, piece.guards))
+    return normalised(graph, Value(value.shape, value.dtype, tuple(pieces)))
+
+
+def normalised(graph: Graph, value: Value) -> Value:
+    """The simplest form of a value: plain where it can be, one array where only its index structure is left."""
+    if value.is_plain:
+        return value
+    if value.background is not None:
+        if all(literal(g) is None for p in value.pieces for g in p.guards):
+            return value
+        kept = tuple(p for p in value.pieces if not any(literal(g) is not None and not literal(g) for g in p.guards))
+        return dataclasses.replace(
+            value, pieces=tuple(p.replace(guards=tuple(g for g in p.guards if literal(g) is None)) for p in kept)
+        )
+    pieces = tuple(r for p in value.pieces if (r := renormalised(graph, p)) is not None)
+    if not pieces:
+        return of_literal(graph, 0, value.shape, value.dtype)
+    value = Value(value.shape, value.dtype, pieces)
+    if not any(has_idx(a) for p in pieces for a in p.axes):
+        return _as_plain(graph, value)
+    if has_slots(graph, value) or is_boolean(value.dtype) or _is_mask(graph, value):
+        return value
+    if any(p.equalities or _is_outer(p) for p in pieces) or has_unique_cells(graph, value):
+        return value
+    return scattered(graph, value)
+
+
+def _is_mask(graph: Graph, value: Value) -> bool:
+    return all(not p.factors or all(depends_on_rank(graph, f.node) for f in p.factors) for p in value.pieces)
+
+
+def _as_plain(graph: Graph, value: Value) -> Value:
+    if any(p.equalities for p in value.pieces) or any(_is_outer(p) for p in value.pieces):
+        return value
+    prim = prims.or_p if is_boolean(value.dtype) else prims.add_p
+    total: Value | None = None
+    for piece in value.pieces:
+        if piece.hidden:
+            used = tuple(v for v in piece.variables if v not in piece.hidden)
+            node = graph.ein(used, piece.factors, piece.guards, frozenset(), piece.coef, value.dtype)
+            piece = Piece(piece.axes, (Factor(node, used),))
+        term = plain(value.shape, piece.axes, materialised(graph, piece, value.dtype))
+        total = term if total is None else plain_map(graph, prim, {}, [total, term], value.shape, value.dtype)
+    assert total is not None
+    return total
+
+
+def _is_outer(piece: Piece) -> bool:
+    return bool(piece.hidden) and components(piece, frozenset(piece.hidden)) > 1
+
+
+def cast(graph: Graph, value: Value, dtype: Any) -> Value:
+    """The pieces with every factor converted: for products whose factors are not multiplied yet."""
+    if value.dtype == dtype:
+        return value
+    return Value(
+        value.shape,
+        dtype,
+        tuple(p.replace(factors=tuple(graph.convert(f, dtype) for f in p.factors)) for p in value.pieces),
+        None if value.background is None else cast(graph, value.background, dtype),
+    )
+
+
+def cells(value: Value) -> int:
+    return math.prod(value.shape)
+
+

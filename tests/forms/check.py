@@ -1,0 +1,75 @@
+"""Comparisons and inspections that the tests over the forms share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import chex
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+
+from .form import Form
+
+# Compiling costs more than running at these sizes.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+TOLERANCE = {"float32": 2e-5, "float64": 2e-12}
+
+
+def quick_jit(fn):
+    """`jax.jit` that compiles quickly and runs slowly."""
+    return jax.jit(fn, compiler_options=QUICK)
+
+
+def tolerance(form: Form, dtype) -> float:
+    return form.tolerance or TOLERANCE[jnp.dtype(dtype).name]
+
+
+def max_errors(actual, expected) -> list[tuple[str, float]]:
+    """Per leaf: its path and the largest difference, relative to the largest expected magnitude in that leaf."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    errors = []
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        with np.errstate(invalid="ignore"):
+            difference = np.where(a == b, 0, np.abs(a - b))
+        scale = max(np.abs(b).max(initial=0), 1e-3)
+        errors.append((jax.tree_util.keystr(path), float(difference.max(initial=0) / scale)))
+    return errors
+
+
+def assert_close(actual, expected, tol: float) -> None:
+    """Every leaf within `tol` of `expected`, relative to the largest magnitude in the leaf; NaNs fail."""
+    bad = [f"{path}: {error:.1e}" for path, error in max_errors(actual, expected) if not error <= tol]
+    if bad:
+        raise AssertionError(f"relative errors above {tol:.0e}: " + ", ".join(bad))
+
+
+def shapes(jaxpr) -> Iterator[tuple[tuple[int, ...], str]]:
+    """(shape, primitive) of every array that equations of `jaxpr` and of the jaxprs inside it produce."""
+    for eqn in jaxpr.eqns:
+        for out in eqn.outvars:
+            yield tuple(getattr(out.aval, "shape", ())), eqn.primitive.name
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from shapes(inner)
+
+
+def slot_arrays(form: Form, jaxpr, capacity: int) -> list[str]:
+    """Masks over slots and padded buffers in `jaxpr`, which a rewritten program must not hold.
+
+    The sizes of the forms are distinct, so a shape gives its axes away: `capacity` (or one more) next to experts or
+    tokens, or experts and slots merged into one axis.
+    """
+    group_tokens = form.tokens // form.groups
+    rows = {group_tokens, form.tokens, group_tokens * form.choices, form.tokens * form.choices}
+    slots, merged = set(), set()
+    for width in (capacity, capacity + 1):
+        slots |= {width, form.groups * width}
+        merged |= {form.experts * width, form.experts * form.groups * width}
+    found = []
+    for shape, primitive in shapes(jaxpr):
+        sizes = set(shape)
+        if (sizes & slots and sizes & (rows | {form.experts})) or (sizes & merged and len(shape) > 1):
+            found.append(f"{primitive}{list(shape)}")
+    return found

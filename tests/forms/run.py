@@ -1,0 +1,99 @@
+"""Rewrites every form and prints one line for each: a development tool.
+
+    python -m tests.forms.run [name-filter ...] [--mode exact|dropless] [--grad] [--x64] [--own] [--list] [--traceback]
+
+Run from the root of the repository.  A filter is a substring of the form's name, or `=name` for exactly that form.
+`--grad` takes value and gradients, otherwise the forward pass only.  `--own` judges the forms themselves, without
+the compiler: that they drop when tight, agree with the dense reference when loose, and keep tokens apart.
+A line ends in `ok`, or says the largest relative error, the slot arrays that are left, the report or the exception.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+
+from . import FORMS
+from .check import max_errors, quick_jit, slot_arrays, tolerance
+from .own import own_errors
+
+
+def sites_text(sites) -> str:
+    return "; ".join(
+        f"{site.status} {site.semantics or ''} T{site.tokens} E{site.experts} K{site.choices} C{site.capacity}"
+        + (f" [{site.primitive}: {site.reason} @ {site.reason_source}]" if site.reason else "")
+        for site in sites
+    )
+
+
+def judge(form, mode: str, grad: bool, dtype) -> str:
+    import moe_xla
+
+    build = form.step if grad else form.at
+    inputs = form.inputs(dtype)
+    naive = build(form.tight)
+    sites = moe_xla.moe_jit(naive, semantics=mode).explain(*inputs).sites
+    rewritten = moe_xla.rewrite(naive, semantics=mode)
+    left = slot_arrays(form, jax.make_jaxpr(rewritten)(*inputs).jaxpr, form.tight)
+    actual = quick_jit(rewritten)(*inputs)
+    expected = quick_jit(build(form.tight if mode == "exact" else form.loose))(*inputs)
+    path, error = max(max_errors(actual, expected), key=lambda pair: pair[1] if pair[1] == pair[1] else float("inf"))
+    bad = []
+    if not error <= tolerance(form, dtype):
+        bad.append(f"ERROR {error:.1e} at {path}")
+    if left:
+        bad.append(f"SLOT ARRAYS {len(left)}: {', '.join(dict.fromkeys(left))}"[:300])
+    wanted = (form.tokens, form.experts, form.choices)
+    if len(sites) != form.sites or any(
+        (s.status, s.semantics) != ("rewritten", mode) or (s.tokens, s.experts, s.choices) != wanted for s in sites
+    ):
+        bad.append(f"SITES want {form.sites} x {wanted}, got {len(sites)}: {sites_text(sites)}")
+    return " | ".join(bad) if bad else f"ok {error:.0e}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("filters", nargs="*")
+    parser.add_argument("--mode", choices=("exact", "dropless"), default="exact")
+    for flag in ("grad", "x64", "own", "list", "traceback"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    options = parser.parse_args(arguments)
+    jax.config.update("jax_enable_x64", options.x64)
+    dtype = jnp.float64 if options.x64 else jnp.float32
+    chosen = [
+        form
+        for name, form in FORMS.items()
+        if not options.filters or any(f[1:] == name if f[:1] == "=" else f in name for f in options.filters)
+    ]
+    failures = 0
+    for form in chosen:
+        if options.list:
+            print(f"{form.name:32s} {form.exercises}")
+            continue
+        start = time.perf_counter()
+        try:
+            if options.own:
+                text = " | ".join(own_errors(form, dtype)) or "ok"
+            else:
+                text = judge(form, options.mode, options.grad, dtype)
+        except Exception as error:
+            text = f"{type(error).__name__}: {str(error)[:400]}"
+            if options.traceback:
+                traceback.print_exc()
+        failures += not text.startswith("ok")
+        print(f"{form.name:32s} {time.perf_counter() - start:5.1f}s  {text}", flush=True)
+    if not options.list:
+        print(f"{len(chosen) - failures} of {len(chosen)} ok")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
