@@ -28,7 +28,7 @@ class Config:
     layers: int = 4
     model: int = 64
     hidden: int = 256
-    heads: int = 4
+    heads: int = 2
     experts: int = 16
     choices: int = 2
     capacity_factor: float = 1.25

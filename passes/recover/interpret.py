@@ -7,7 +7,7 @@ outputs, each wire with its step and its value.  Calls are inlined where somethi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.extend as jex
@@ -29,7 +29,8 @@ STRUCTURAL = frozenset({"broadcast_in_dim", "transpose", "reshape", "squeeze", "
 class Recovery:
     """The state of one walk: graph, sites, and what was decided on the way."""
 
-    def __init__(self, modes: dict[Any, str], default: str):
+    def __init__(self, modes: dict[Any, str], default: str, on_step: Callable[[Step], None] | None = None):
+        self._on_step = on_step
         self.modes = modes
         self.default = default
         self.graph = Graph(self._decide)
@@ -141,6 +142,8 @@ class Recovery:
         if self.unentered is None and name not in INLINED and any(_counts(j) for j in jex.core.jaxprs_in_params(eqn.params)):
             self.unentered = step
         self._transfer(step)
+        if self._on_step is not None:
+            self._on_step(step)
         return list(step.outputs)
 
     def _const(self, const: Any) -> Wire:
