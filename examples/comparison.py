@@ -1,6 +1,7 @@
 """Trains with several compiled steps and sets what was measured side by side.
 
-In: steps `(state, batch) -> (state, loss)` under `jax.jit` or `moe_jit`.  Out: a `Run` of each; a table and a plot of all.
+In: steps `(state, batch) -> (state, loss)` under `jax.jit` or `moe_jit`.  Out: a `Run` of each,
+a table and a plot.
 """
 
 from __future__ import annotations

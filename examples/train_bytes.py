@@ -3,8 +3,9 @@
     python examples/train_bytes.py
     python examples/train_bytes.py --steps=20 --layers=6 --scan
 
-`jax.jit` runs the step as `naive_moe` says it; `moe_jit` rewrites its Mixture-of-Experts layers to grouped matmuls, once
-dropping the tokens that the naive layers drop (`exact`) and once dropping none (`dropless`).  Same parameters, same text.
+`jax.jit` runs the step as `naive_moe` says it; `moe_jit` rewrites its Mixture-of-Experts layers to grouped
+matmuls, once dropping the tokens that the naive layers drop (`exact`) and once dropping none (`dropless`).  Same
+parameters, same text.
 Prints what `moe_jit` did and a table, writes a plot, and fails if the losses of `exact` are not those of `jax.jit`.
 """
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.extend as jex
-
 from moe_xla.passes.recover.facts import distinct_of
 from moe_xla.passes.recover.interpret import Recovery, describe
 from moe_xla.passes.recover.lower import Lowering, Refusal
@@ -84,7 +83,11 @@ def rewrite_jaxpr(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritt
         roots = {recovery.root(s) for w in recovery.slot_wires for s in w.slots}
         if not roots:
             return Rewritten(as_written, _sites(layers, modes, denials, options, 0))
-        refusal = _unentered(recovery) or _inconsistent_capacity(recovery) or _trial(closed, recovery, consts, inputs, outputs, options.backend)
+        refusal = (
+            _unentered(recovery)
+            or _inconsistent_capacity(recovery)
+            or _trial(closed, recovery, consts, inputs, outputs, options.backend)
+        )
         if not isinstance(refusal, Refusal):
             evaluate = _evaluator(closed, recovery, consts, inputs, outputs, options.backend)
             return Rewritten(evaluate, _sites(layers, modes, denials, options, refusal))
@@ -105,7 +108,7 @@ def _step_down(
 
 
 def _unentered(recovery: Recovery) -> Refusal | None:
-    """A body that runs as written may recompute a layer's positions with its capacity; dropless must not differ from it."""
+    """A body that runs as written may recompute positions with the capacity; dropless must not differ from it."""
     dropless = frozenset(s for s in recovery.sites if recovery._is_dropless(s))
     if recovery.unentered is None or not dropless:
         return None
@@ -191,9 +194,7 @@ def _layer(recovery: Recovery, members: list[Any]) -> _Layer:
     thresholds = [t for s in members for t in recovery.thresholds.get(s, ())]
     sizes = [n for s in members for n in recovery.slot_sizes.get(s, ())]
     capacity = int(min(thresholds)) if thresholds else (min(sizes) if sizes else None)
-    removed = sum(
-        math.prod(w.shape) * w.dtype.itemsize for w in recovery.slot_wires if set(w.slots) & set(members)
-    )
+    removed = sum(math.prod(w.shape) * w.dtype.itemsize for w in recovery.slot_wires if set(w.slots) & set(members))
     del choices
     return _Layer(
         tuple(members),

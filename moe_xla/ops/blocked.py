@@ -83,9 +83,7 @@ def reduce_groups(
 
     wide = jax.eval_shape(reduce_block, jax.ShapeDtypeStruct((1, rows.shape[1]), rows.dtype)).dtype
     start = lax.convert_element_type(initial, wide)
-    return _over_blocks(
-        rows.shape[0], group_sizes, visit, lax.broadcast(start, (group_sizes.size, rows.shape[1]))
-    )
+    return _over_blocks(rows.shape[0], group_sizes, visit, lax.broadcast(start, (group_sizes.size, rows.shape[1])))
 
 
 def _over_blocks(count: int, group_sizes: jax.Array, visit: Callable[..., jax.Array], out: jax.Array) -> jax.Array:

@@ -95,7 +95,9 @@ def grouped_outer(
     )
 
 
-def _dot(rows: Any, w: Any, sizes: Any, *, transpose_w: bool, backend: str, preferred_element_type: Any, platform: str):
+def _dot(
+    rows: Any, w: Any, sizes: Any, *, transpose_w: bool, backend: str, preferred_element_type: Any, platform: str
+) -> Any:
     k, n = rows.shape[1], w.shape[1 if transpose_w else 2]
     chosen = backends.resolve(backend, Need(platform, (rows.dtype, w.dtype), k, n))
     return backends.BACKENDS[chosen].grouped_dot(
@@ -108,18 +110,16 @@ def _outer(a: Any, b: Any, sizes: Any, *, backend: str, preferred_element_type: 
     return backends.BACKENDS[chosen].grouped_outer(a, b, sizes, out_dtype=preferred_element_type)
 
 
-def _dot_shape(rows: Any, w: Any, sizes: Any, *, transpose_w: bool, backend: str, preferred_element_type: Any):
+def _dot_shape(rows: Any, w: Any, sizes: Any, *, transpose_w: bool, backend: str, preferred_element_type: Any) -> Any:
     return (rows.shape[0], w.shape[1 if transpose_w else 2]), preferred_element_type
 
 
-def _outer_shape(a: Any, b: Any, sizes: Any, *, backend: str, preferred_element_type: Any):
+def _outer_shape(a: Any, b: Any, sizes: Any, *, backend: str, preferred_element_type: Any) -> Any:
     return (sizes.shape[0], a.shape[1], b.shape[1]), preferred_element_type
 
 
 def _dot_rows_ct(ct: Any, rows: Any, w: Any, sizes: Any, *, transpose_w: bool, backend: str, **_: Any) -> jax.Array:
-    return grouped_dot(
-        ct, w, sizes, transpose_w=not transpose_w, backend=backend, preferred_element_type=rows.dtype
-    )
+    return grouped_dot(ct, w, sizes, transpose_w=not transpose_w, backend=backend, preferred_element_type=rows.dtype)
 
 
 def _dot_w_ct(ct: Any, rows: Any, w: Any, sizes: Any, *, transpose_w: bool, backend: str, **_: Any) -> jax.Array:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
+from jax.extend import core
 
 from moe_xla.ops import blocked, checks
 from moe_xla.ops.primitive import LinearOp, bind, primitive
@@ -136,7 +137,7 @@ group_sum_p = primitive(
     )
 )
 
-spread_p = primitive(
+spread_p: core.Primitive = primitive(
     LinearOp(
         name="moe_group_spread",
         shape=lambda values, sizes, rows: ((rows, values.shape[1]), values.dtype),

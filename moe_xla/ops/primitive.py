@@ -132,11 +132,16 @@ def batch_by_scan(
     prim: core.Primitive, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[jax.Array, int]:
     """Batches `prim` by a scan that applies it to one element of the batch after the other."""
-    mapped = [x if dim is None else batching.bdim_at_front(x, dim, x.shape[dim]) for x, dim in zip(operands, dims)]
+    mapped = [
+        x if dim is None else batching.bdim_at_front(x, dim, x.shape[dim])
+        for x, dim in zip(operands, dims, strict=True)
+    ]
 
     def body(carry: None, elements: Sequence[jax.Array]) -> tuple[None, jax.Array]:
         rest = iter(elements)
-        return carry, prim.bind(*(x if dim is None else next(rest) for x, dim in zip(mapped, dims)), **params)
+        return carry, prim.bind(
+            *(x if dim is None else next(rest) for x, dim in zip(mapped, dims, strict=True)), **params
+        )
 
-    _, result = lax.scan(body, None, [x for x, dim in zip(mapped, dims) if dim is not None])
+    _, result = lax.scan(body, None, [x for x, dim in zip(mapped, dims, strict=True) if dim is not None])
     return result, 0

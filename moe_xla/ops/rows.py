@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
+from jax.extend import core
 from jax.interpreters import batching
 
 from moe_xla.ops import checks
@@ -214,7 +215,7 @@ def _split(x: jax.Array, batch: int) -> jax.Array:
 def _batch_gather_sum(prim: Any, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> tuple[jax.Array, int]:
     x, index, inverse = operands
     if dims[1] is None and dims[2] is None:
-        last = lax.transpose(x, (*(i for i in range(x.ndim) if i != dims[0]), dims[0]))
+        last = lax.transpose(x, (*(i for i in range(x.ndim) if i != dims[0]), dims[0]))  # type: ignore[arg-type]
         return prim.bind(last, index, inverse), index.ndim - 2 + last.ndim - 1
     x, index, inverse = _batched(operands, dims)
     batch = x.shape[0]
@@ -223,11 +224,11 @@ def _batch_gather_sum(prim: Any, operands: Sequence[jax.Array], dims: Sequence[i
 
 
 def _batched(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> list[jax.Array]:
-    (size,) = {x.shape[dim] for x, dim in zip(operands, dims) if dim is not None}
-    return [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands, dims)]
+    (size,) = {x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None}
+    return [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands, dims, strict=True)]
 
 
-gather_sum_p = primitive(
+gather_sum_p: core.Primitive = primitive(
     LinearOp(
         name="moe_gather_sum",
         shape=lambda x, index, inverse: ((index.shape[0], *x.shape[1:]), x.dtype),
@@ -270,7 +271,9 @@ def _combine_rows_ct(ct: jax.Array, rows: Any, weights: jax.Array, permutation: 
     return lax.convert_element_type(ct_rows * weight, rows.dtype)
 
 
-def _combine_weights_ct(ct: jax.Array, rows: jax.Array, weights: Any, permutation: jax.Array, inverse: jax.Array) -> Any:
+def _combine_weights_ct(
+    ct: jax.Array, rows: jax.Array, weights: Any, permutation: jax.Array, inverse: jax.Array
+) -> Any:
     flat = (rows.shape[0], rows.size // max(rows.shape[0], 1))
     dot = row_dot(
         lax.reshape(_to_rows(ct, permutation, inverse), flat),

@@ -12,7 +12,6 @@ import math
 from typing import Any, NamedTuple
 
 from jax import numpy as jnp
-
 from moe_xla.passes.recover.nodes import (
     Ein,
     Graph,
@@ -74,17 +73,24 @@ def _linear_form(graph: Graph, factor: Factor) -> LinearForm:
         return LinearForm(frozenset(), float(value)) if numeric else _atom(factor)
     if isinstance(node, Map):
         return _linear_map(graph, factor, node)
-    if isinstance(node, Ein) and node.gathers and not node.binders and len(node.factors) == 1 and node.coef == 1:
-        if not node.guards and not node.equalities:
-            return linear_form(graph, substitute_factor(node.factors[0], node.bind(factor.args)))
+    if isinstance(node, Ein) and node.gathers and _is_renaming(node):
+        return linear_form(graph, substitute_factor(node.factors[0], node.bind(factor.args)))
     return _atom(factor)
+
+
+def _is_renaming(node: Ein) -> bool:
+    """Whether an einsum only gives its one factor other axes."""
+    conditions = node.binders or node.guards or node.equalities
+    return not conditions and len(node.factors) == 1 and bool(node.coef == 1)
 
 
 def _linear_map(graph: Graph, factor: Factor, node: Map) -> LinearForm:
     ops = operands_at(factor)
     if node.name == "convert_element_type":
         source = ops[0].node.dtype
-        plain = not is_boolean(source) and not is_extended(source) and (is_integer(node.dtype) or is_floating(node.dtype))
+        plain = (
+            not is_boolean(source) and not is_extended(source) and (is_integer(node.dtype) or is_floating(node.dtype))
+        )
         return linear_form(graph, ops[0]) if plain else _atom(factor)
     if node.name in _IDENTITIES:
         return linear_form(graph, ops[0])
@@ -130,7 +136,7 @@ class RankFact(NamedTuple):
     """A factor that equals `rank(batch, order, expert) + Σ others + constant`."""
 
     rank: Rank
-    index: Term
+    own_index: Term
     batch: tuple[Term, ...]
     order: tuple[Term, ...]
     expert: Term
@@ -140,7 +146,7 @@ class RankFact(NamedTuple):
 
     def is_own(self, graph: Graph) -> bool:
         """Whether the queue is that of the assignment's own expert."""
-        return isinstance(self.expert, Idx) and same_term(graph, self.index, self.expert)
+        return isinstance(self.expert, Idx) and same_term(graph, self.own_index, self.expert)
 
 
 def rank_of(graph: Graph, factor: Factor) -> RankFact | None:
@@ -165,7 +171,7 @@ def _rank_of(graph: Graph, factor: Factor) -> RankFact | None:
     mapping = rank.bind(atom.args)
     return RankFact(
         rank=rank,
-        index=_own_index(rank, mapping, atom.args[-1]),
+        own_index=_own_index(rank, mapping, atom.args[-1]),
         batch=tuple(mapping[v] for v in rank.batch),
         order=tuple(mapping[v] for v in rank.order),
         expert=atom.args[-1],
@@ -200,9 +206,10 @@ def is_count(node: Node) -> bool:
 
 def others_follow(graph: Graph, fact: RankFact) -> bool:
     """Whether the other counts in a position are determined by its batch and its expert."""
-    known = (*fact.batch, fact.index, fact.expert)
+    known = (*fact.batch, fact.own_index, fact.expert)
     return all(
-        all(isinstance(t, Const) or any(same_term(graph, t, k) for k in known) for t in atom.args) for atom, _ in fact.others
+        all(isinstance(t, Const) or any(same_term(graph, t, k) for k in known) for t in atom.args)
+        for atom, _ in fact.others
     )
 
 

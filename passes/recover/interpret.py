@@ -12,7 +12,6 @@ from typing import Any
 
 import jax.extend as jex
 import numpy as np
-
 from moe_xla.passes._jax import source_of
 from moe_xla.passes.recover.facts import is_nonnegative, lower_bound, rank_of, rank_sites
 from moe_xla.passes.recover.nodes import Ein, Graph, Leaf, Lit, Map, Node, is_boolean, is_floating, is_integer
@@ -139,7 +138,11 @@ class Recovery:
         step.outputs = tuple(Wire(tuple(v.aval.shape), v.aval.dtype, step, i) for i, v in enumerate(eqn.outvars))
         if eqn.effects:
             self.effects.append(step)
-        if self.unentered is None and name not in INLINED and any(_counts(j) for j in jex.core.jaxprs_in_params(eqn.params)):
+        if (
+            self.unentered is None
+            and name not in INLINED
+            and any(_counts(j) for j in jex.core.jaxprs_in_params(eqn.params))
+        ):
             self.unentered = step
         self._transfer(step)
         if self._on_step is not None:
@@ -274,7 +277,8 @@ _ROUTING = frozenset({"cumsum", "iota", "scan", "checkpoint", "remat", "remat2"}
 def _may_route(jaxpr: Any) -> bool:
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     return any(
-        e.primitive.name in _ROUTING or any(_may_route(j) for j in jex.core.jaxprs_in_params(e.params)) for e in inner.eqns
+        e.primitive.name in _ROUTING or any(_may_route(j) for j in jex.core.jaxprs_in_params(e.params))
+        for e in inner.eqns
     )
 
 
@@ -289,5 +293,3 @@ def _counts(jaxpr: Any) -> bool:
 def describe(eqn: Any) -> str | None:
     """`file:line (function)` of an equation in the user's code."""
     return source_of(eqn)
-
-

@@ -20,8 +20,6 @@ import jax.extend.core.primitives as prims
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
-
-from moe_xla import ops
 from moe_xla.passes._jax import bind_equation
 from moe_xla.passes.recover.facts import rank_of, rank_sites
 from moe_xla.passes.recover.interpret import Recovery
@@ -55,10 +53,36 @@ from moe_xla.passes.recover.terms import (
 )
 from moe_xla.passes.recover.values import NoRule, Value, cast, has_slots, of_node, plain_map, scattered
 
+from moe_xla import ops
+
 # Operations through which a queue position may pass in dropless: they do not ask whether it exceeds a capacity.
 _POSITION_SAFE = frozenset(
-    """add add_any sub mul neg div convert_element_type broadcast_in_dim reshape transpose squeeze reduce_sum reduce_max
-    reduce_min cumsum integer_pow square sqrt dot_general concatenate slice stop_gradient copy reduce_precision""".split()
+    [
+        "add",
+        "add_any",
+        "sub",
+        "mul",
+        "neg",
+        "div",
+        "convert_element_type",
+        "broadcast_in_dim",
+        "reshape",
+        "transpose",
+        "squeeze",
+        "reduce_sum",
+        "reduce_max",
+        "reduce_min",
+        "cumsum",
+        "integer_pow",
+        "square",
+        "sqrt",
+        "dot_general",
+        "concatenate",
+        "slice",
+        "stop_gradient",
+        "copy",
+        "reduce_precision",
+    ]
 )
 
 
@@ -78,7 +102,7 @@ class Grouping(NamedTuple):
     left: tuple[Factor, ...]
     weight: Factor
     axis: int
-    index: Idx
+    place: Idx
     inner: tuple[Var, ...]
     free: tuple[Var, ...]
 
@@ -86,7 +110,7 @@ class Grouping(NamedTuple):
 class Layout(NamedTuple):
     """Rows of a routing: the canonical index, and the node's axes that are its variables."""
 
-    index: Idx
+    place: Idx
     axes: tuple[int, ...]
 
 
@@ -194,9 +218,11 @@ class Lowering:
         variables = [v for a in axes for v in parts_of(a)]
         assert all(isinstance(v, Var) for v in variables) and len(set(variables)) == len(variables), variables
         data = self.fetch(value.factor, variables)  # type: ignore[arg-type]
-        full = lax.broadcast_in_dim(data, [v.size for v in variables], range(len(variables))) if data.shape != tuple(
-            v.size for v in variables
-        ) else data
+        full = (
+            lax.broadcast_in_dim(data, [v.size for v in variables], range(len(variables)))
+            if data.shape != tuple(v.size for v in variables)
+            else data
+        )
         self.stack.pop()
         return lax.reshape(full, wire.shape) if full.shape != wire.shape else full
 
@@ -283,7 +309,7 @@ class Lowering:
         if fact is None or not fact.is_own(self.graph) or not isinstance(factor.args[-1], Idx):
             return None
         variables = node.batch + node.order + node.many
-        target = [fact.index.args[node.index.args.index(v)] if v in node.index.args else None for v in node.many]  # type: ignore[union-attr]
+        target = [fact.own_index.args[node.index.args.index(v)] if v in node.index.args else None for v in node.many]  # type: ignore[union-attr]
         args = (*factor.args[:-1], *target)
         if not all(isinstance(a, Var) for a in args) or len(set(args)) != len(args):
             return None
@@ -301,7 +327,9 @@ class Lowering:
             valid = valid & self.fetch(guard, variables)
         queues = math.prod(v.size for v in node.batch)
         if queues > 1:
-            offset = lax.iota(np.int32, queues).reshape([v.size for v in node.batch] + [1] * (len(sizes) - len(node.batch)))
+            offset = lax.iota(np.int32, queues).reshape(
+                [v.size for v in node.batch] + [1] * (len(sizes) - len(node.batch))
+            )
             index = index + offset * experts
         index = lax.select(valid, index, lax.full_like(index, queues * experts))
         positions = ops.rank(ops.plan(index, queues * experts)) + 1
@@ -425,9 +453,9 @@ class Lowering:
             grouping = self.grouping(node)
             if grouping is None:
                 return None
-            variables = term_vars(grouping.index)
+            variables = term_vars(grouping.place)
             names: dict[Var, Term] = {v: Var(i, v.size) for i, v in enumerate(variables)}
-            index = substitute(grouping.index, names)
+            index = substitute(grouping.place, names)
             assert isinstance(index, Idx)
             return Layout(index, tuple(node.out.index(v) for v in variables))
         if isinstance(node, Map):
@@ -436,7 +464,7 @@ class Lowering:
                 if layout is None or not all(isinstance(a, Var) for a in operand.args):
                     continue
                 axes = [operand.args[i] for i in layout.axes]
-                return Layout(layout.index, tuple(v.id for v in axes))  # type: ignore[union-attr]
+                return Layout(layout.place, tuple(v.id for v in axes))  # type: ignore[union-attr]
         if isinstance(node, (Slice, Pad)):
             layout = self.layout(node.base)
             return layout if layout is not None and node.axis not in layout.axes else None
@@ -446,7 +474,7 @@ class Lowering:
         rest = tuple(Var(i, n) for i, n in enumerate(node.shape) if i not in layout.axes)
         points = tuple(Var(i, node.shape[i]) for i in layout.axes)
         rows = self.node_rows(node, layout)
-        routing = self.plan(layout.index)
+        routing = self.plan(layout.place)
         data = ops.unsort_rows(rows, routing) if is_floating(node.dtype) else _take_rows(rows, routing.inverse)
         data = lax.reshape(data, [v.size for v in (*points, *rest)])
         return _arranged(data, (*points, *rest), node.variables)
@@ -464,7 +492,7 @@ class Lowering:
         assignments = math.prod(v.size for v in points)
         if isinstance(node, Map):
             self._check_positions(node)
-            operands = [self.factor_rows(op, layout.index, points, rest) for op in node.operands]
+            operands = [self.factor_rows(op, layout.place, points, rest) for op in node.operands]
             return self._apply(node, operands, (assignments, *(v.size for v in rest)))
         if isinstance(node, (Slice, Pad)):
             base = self.node_rows(node.base, layout)
@@ -478,14 +506,18 @@ class Lowering:
     def _grouped_rows(self, node: Ein, layout: Layout) -> Any:
         grouping = self.grouping(node)
         assert grouping is not None
-        points = term_vars(grouping.index)
-        routing = self.plan(layout.index)
+        points = term_vars(grouping.place)
+        routing = self.plan(layout.place)
         inner, free = grouping.inner, grouping.free
-        left = self._product_rows(grouping.left, layout.index, points, inner, ())
+        left = self._product_rows(grouping.left, layout.place, points, inner, ())
         rows = lax.reshape(left, (left.shape[0], math.prod(v.size for v in inner)))
         weights = self.node(grouping.weight.node)
-        order = [grouping.axis, *(grouping.weight.args.index(v) for v in inner), *(grouping.weight.args.index(v) for v in free)]
-        experts, k, n = grouping.index.size, rows.shape[1], math.prod(v.size for v in free)
+        order = [
+            grouping.axis,
+            *(grouping.weight.args.index(v) for v in inner),
+            *(grouping.weight.args.index(v) for v in free),
+        ]
+        experts, k, n = grouping.place.size, rows.shape[1], math.prod(v.size for v in free)
         flipped = [grouping.axis, *order[1 + len(inner) :], *order[1 : 1 + len(inner)]]
         if flipped == sorted(flipped) and order != sorted(order):
             matrix = lax.reshape(weights, (experts, n, k))
@@ -497,10 +529,10 @@ class Lowering:
             out = out * np.asarray(node.coef, out.dtype)
         out = lax.reshape(out, (out.shape[0], *(v.size for v in free)))
         for guard in node.guards:
-            held = self.factor_rows(guard, layout.index, points, free)
+            held = self.factor_rows(guard, layout.place, points, free)
             out = jnp.where(held, out, jnp.zeros((), out.dtype))
         position = {v: i for i, v in enumerate(free)}
-        wanted = [position[v] for v in node.out if v in position]  # type: ignore[index]
+        wanted = [position[v] for v in node.out if v in position]
         return lax.transpose(out, [0, *(1 + i for i in wanted)])
 
     def _grouped_dot(self, rows: Any, matrix: Any, routing: ops.Plan, transpose: bool, dtype: Any) -> Any:
@@ -516,7 +548,12 @@ class Lowering:
         )
 
     def _product_rows(
-        self, factors: Sequence[Factor], index: Idx, points: Sequence[Var], rest: Sequence[Var], guards: Sequence[Factor]
+        self,
+        factors: Sequence[Factor],
+        index: Idx,
+        points: Sequence[Var],
+        rest: Sequence[Var],
+        guards: Sequence[Factor],
     ) -> Any:
         """The product of factors on rows, zero where a guard fails."""
         total: Any = None
@@ -537,7 +574,7 @@ class Lowering:
         if isinstance(factor.node, Lit):
             return np.asarray(factor.node.value).reshape([1] * (1 + len(rest)))
         layout = self.layout(factor.node)
-        if layout is not None and layout.index == index and all(isinstance(a, Var) for a in factor.args):
+        if layout is not None and layout.place == index and all(isinstance(a, Var) for a in factor.args):
             if [factor.args[i] for i in layout.axes] == list(points):
                 rows = self.node_rows(factor.node, layout)
                 names = [a for i, a in enumerate(factor.args) if i not in layout.axes]
@@ -611,7 +648,12 @@ class Lowering:
             if self.grouping(matmul) is None:
                 continue
             whole = self.graph.ein(
-                node.out, (*outer, Factor(matmul, axes)), node.guards, node.equalities, node.coef, node.dtype  # type: ignore[arg-type]
+                node.out,
+                (*outer, Factor(matmul, axes)),
+                node.guards,
+                node.equalities,
+                node.coef,
+                node.dtype,
             )
             assert isinstance(whole, Ein)
             return whole
@@ -640,7 +682,7 @@ class Lowering:
         if set(node.out) != {*kept, *rest}:
             return None
         order = (*kept, *summed)
-        routing = self.plan(layout.index)
+        routing = self.plan(layout.place)
         inverse = lax.reshape(routing.inverse, [v.size for v in points])
         inverse = lax.transpose(inverse, [points.index(v) for v in order])
         tokens, choices = math.prod(v.size for v in kept), math.prod(v.size for v in summed)
@@ -688,10 +730,10 @@ class Lowering:
         features = tuple(v for v in factor_vars(node.factors) if v not in points)
         if set(node.out) != set(points) or set(node.binders) != set(features):
             return None
-        product = self._product_rows(node.factors, layout.index, points, features, node.guards)
+        product = self._product_rows(node.factors, layout.place, points, features, node.guards)  # type: ignore[arg-type]
         wide = np.promote_types(node.dtype, np.float32)
         total = jnp.sum(product.astype(wide), axis=tuple(range(1, product.ndim))) * np.asarray(node.coef, wide)
-        data = ops.unsort_rows(total.astype(node.dtype), self.plan(layout.index))
+        data = ops.unsort_rows(total.astype(node.dtype), self.plan(layout.place))
         return _arranged(lax.reshape(data, [v.size for v in points]), points, node.out)  # type: ignore[arg-type]
 
     def _einsum(
@@ -712,12 +754,16 @@ class Lowering:
             else:
                 arrays[host] = jnp.where(_arranged(held, variables, names[host]), arrays[host], jnp.zeros((), dtype))
         used = {v for vs in names for v in vs}
-        letters: dict[Var, str] = {v: string.ascii_letters[i] for i, v in enumerate(dict.fromkeys(v for vs in names for v in vs))}
+        letters: dict[Var, str] = {
+            v: string.ascii_letters[i] for i, v in enumerate(dict.fromkeys(v for vs in names for v in vs))
+        }
         result_vars = tuple(v for v in out if v in used)
         if arrays:
             spec = ",".join("".join(letters[v] for v in vs) for vs in names)
             spec += "->" + "".join(letters[v] for v in result_vars)
-            result = jnp.einsum(spec, *arrays, preferred_element_type=None if is_boolean(dtype) else dtype).astype(dtype)
+            result = jnp.einsum(spec, *arrays, preferred_element_type=None if is_boolean(dtype) else dtype).astype(
+                dtype
+            )
         else:
             result = jnp.ones((), dtype)
         if coef != 1:
@@ -767,13 +813,17 @@ class Lowering:
             kind = jnp.promote_types(a.dtype, b.dtype)
             self.grouped_flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
             total = ops.grouped_outer(
-                a.astype(kind), b.astype(kind), routing.group_sizes, backend=self.backend, preferred_element_type=node.dtype
+                a.astype(kind),
+                b.astype(kind),
+                routing.group_sizes,
+                backend=self.backend,
+                preferred_element_type=node.dtype,
             )
             order = [indices[0], *a_vars, *b_vars]
-        total = lax.reshape(total, [t.size for t in order])
+        total = lax.reshape(total, [t.size for t in order])  # type: ignore[attr-defined]
         if node.coef != 1:
             total = total * np.asarray(node.coef, total.dtype)
-        return lax.transpose(total, [order.index(t) for t in out])  # type: ignore[arg-type]
+        return lax.transpose(total, [order.index(t) for t in out])
 
     def _scattered(self, node: Ein, out: tuple[Term, ...], indices: list[Idx]) -> Any:
         points = vars_of(indices)
@@ -789,7 +839,7 @@ class Lowering:
             elif isinstance(term, Const):
                 places.append(jnp.full([1] * len(points), term.value, np.int32))
             else:
-                places.append(_arranged(lax.iota(np.int32, term.size), (term,), points))  # type: ignore[arg-type]
+                places.append(_arranged(lax.iota(np.int32, term.size), (term,), points))
         places = [_spread(p, [v.size for v in points]) for p in places]
         empty = jnp.zeros([t.size for t in (*leading, *dense)], node.dtype)
         if is_boolean(node.dtype):
@@ -797,7 +847,7 @@ class Lowering:
         else:
             filled = empty.at[tuple(places)].add(rows, mode="drop")
         order = [*leading, *dense]
-        return lax.transpose(filled, [order.index(t) for t in out])
+        return lax.transpose(filled, [order.index(t) for t in out])  # type: ignore[arg-type]
 
 
 _ROW = Var(-1, 0)
@@ -810,10 +860,7 @@ def _sides(factors: Sequence[Factor], dense: Sequence[Var]) -> tuple[list[Factor
     seen: set[Var] = set()
     for factor in factors:
         mine = {v for v in factor_vars([factor]) if v in dense}
-        if not left and mine:
-            left.append(factor)
-            seen |= mine
-        elif mine & seen:
+        if (not left and mine) or mine & seen:
             left.append(factor)
             seen |= mine
         else:
@@ -845,14 +892,19 @@ def _arranged(data: Any, names: Sequence[Var], variables: Sequence[Var]) -> Any:
 def _take_rows(table: jax.Array, index: jax.Array) -> jax.Array:
     """`table[index]` along the first axis."""
     numbers = lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(index.ndim, index.ndim + table.ndim - 1)), collapsed_slice_dims=(0,), start_index_map=(0,)
+        offset_dims=tuple(range(index.ndim, index.ndim + table.ndim - 1)),
+        collapsed_slice_dims=(0,),
+        start_index_map=(0,),
     )
     return lax.gather(
-        table, index[..., None], numbers, slice_sizes=(1, *table.shape[1:]), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        table,
+        index[..., None],
+        numbers,
+        slice_sizes=(1, *table.shape[1:]),
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
 
 
 def _pad(data: Any, axis: int, low: int, high: int) -> Any:
     config = [(low, high, 0) if i == axis else (0, 0, 0) for i in range(data.ndim)]
     return lax.pad(data, np.zeros((), data.dtype), config)
-

@@ -18,7 +18,6 @@ import jax
 import jax.extend.core.primitives as prims
 import numpy as np
 from jax import numpy as jnp
-
 from moe_xla.passes.recover.terms import (
     Factor,
     Idx,
@@ -100,7 +99,9 @@ class Map(Node):
     __slots__ = ("operands", "params", "prim")
     kind = "map"
 
-    def __init__(self, prim: Any, params: dict[str, Any], operands: tuple[Factor, ...], shape: Sequence[int], dtype: Any):
+    def __init__(
+        self, prim: Any, params: dict[str, Any], operands: tuple[Factor, ...], shape: Sequence[int], dtype: Any
+    ):
         super().__init__(shape, dtype)
         self.prim = prim
         self.params = params
@@ -321,7 +322,9 @@ class Graph:
     def convert(self, factor: Factor, dtype: Any) -> Factor:
         if factor.node.dtype == dtype:
             return factor
-        return self.map(CONVERT, dict(new_dtype=np.dtype(dtype), weak_type=False, sharding=None), [factor], np.dtype(dtype))
+        return self.map(
+            CONVERT, {"new_dtype": np.dtype(dtype), "weak_type": False, "sharding": None}, [factor], np.dtype(dtype)
+        )
 
     def logical_and(self, factors: Sequence[Factor]) -> Factor:
         result = factors[0]
@@ -346,8 +349,10 @@ class Graph:
         values = [literal(op) for op in ops]
         if all(v is not None for v in values):
             return self._evaluate(prim, params, values, dtype)
-        return self._fold_logic(name, ops, values, dtype) or self._fold_select(prim, params, ops, values, dtype) or (
-            self._fold_compare(name, ops, values)
+        return (
+            self._fold_logic(name, ops, values, dtype)
+            or self._fold_select(prim, params, ops, values, dtype)
+            or (self._fold_compare(name, ops, values))
         )
 
     def _evaluate(self, prim: Any, params: dict[str, Any], values: list[Any], dtype: Any) -> Factor | None:
@@ -381,16 +386,18 @@ class Graph:
             if values[0] is not None:
                 return ops[1 + int(values[0])]
             return ops[1] if all(op == ops[1] for op in ops[2:]) else None
-        # Arithmetic with literals moves into a selection of a literal, so that `where(keep, p, 0) - 1` shows both cases.
+        # Arithmetic with literals moves into a selection of a literal: `where(keep, p, 0) - 1` then shows both cases.
         if prim.name not in _EXACT_LINEAR or not (is_integer(dtype) or is_floating(dtype)):
             return None
         chosen = [i for i, v in enumerate(values) if v is None]
-        if len(chosen) != 1 or not is_map(ops[chosen[0]], "select_n") or len(ops[chosen[0]].node.operands) != 3:
+        if len(chosen) != 1 or not is_map(ops[chosen[0]], "select_n") or len(operands_at(ops[chosen[0]])) != 3:
             return None
         condition, *cases = operands_at(ops[chosen[0]])
         if not is_boolean(condition.node.dtype) or all(literal(c) is None for c in cases):
             return None
-        results = [self.map(prim, params, [c if i == chosen[0] else op for i, op in enumerate(ops)], dtype) for c in cases]
+        results = [
+            self.map(prim, params, [c if i == chosen[0] else op for i, op in enumerate(ops)], dtype) for c in cases
+        ]
         return self.map(prims.select_n_p, {}, [condition, *results], dtype)
 
     def _fold_compare(self, name: str, ops: tuple[Factor, ...], values: list[Any]) -> Factor | None:
@@ -439,7 +446,8 @@ class Graph:
         binders = tuple(v for v in mapping.values() if v not in pinned)
         key = ("ein", out_c, factors_c, guards_c, equal_c, coef, str(dtype), reducer, initial)
         node = self._cons(
-            key, lambda: Ein(out_c, factors_c, guards_c, equal_c, coef, binders, dtype, reducer, initial)  # type: ignore[arg-type]
+            key,
+            lambda: Ein(out_c, factors_c, guards_c, equal_c, coef, binders, dtype, reducer, initial),  # type: ignore[arg-type]
         )
         return node
 
@@ -453,7 +461,7 @@ class Graph:
         dtype: Any,
         site: Any,
     ) -> Factor:
-        """The inclusive queue count over `batch + order`; the factor's last argument, the expert, is left to the caller."""
+        """The inclusive queue count over `batch + order`; the caller adds the last argument, the expert."""
         variables = (*batch, *order, *many)
         mapping: dict[Var, Term] = {v: Var(i, v.size) for i, v in enumerate(variables)}
         index_c = substitute(index, mapping)

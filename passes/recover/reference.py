@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from jax import numpy as jnp
-
 from moe_xla.passes.recover.nodes import Ein, Iota, Leaf, Lit, Map, Node, Pad, Rank, Slice, is_boolean
 from moe_xla.passes.recover.terms import Const, Factor, Flat, Idx, Term, Var, has_idx
 from moe_xla.passes.recover.values import Piece, Value
@@ -148,4 +147,3 @@ class Reference:
         counts = mask.astype(np.int64).sum(axis=tuple(range(len(node.batch) + len(node.order), len(variables))))
         flat = counts.reshape(*(v.size for v in node.batch), -1, node.index.size)
         return flat.cumsum(axis=len(node.batch)).reshape(node.shape).astype(node.dtype)
-

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Union
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from moe_xla.passes.recover.nodes import Node
@@ -78,7 +78,7 @@ class Idx:
         return Factor(self.node, self.args)
 
 
-Term = Union[Var, Const, Flat, Idx]
+Term: TypeAlias = "Var | Const | Flat | Idx"
 Substitution = Mapping[Var, Term]
 
 UNIT = Const(0, 1)

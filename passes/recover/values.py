@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.extend.core.primitives as prims
-
-
 from moe_xla.passes.recover.facts import (
     bound_of,
     counts_exactly,
@@ -38,7 +36,6 @@ from moe_xla.passes.recover.nodes import (
     Map,
     Node,
     is_boolean,
-    is_floating,
     is_map,
     literal,
     operands_at,
@@ -244,7 +241,7 @@ def held_factors(graph: Graph, pieces: Iterable[Piece]) -> frozenset[Factor]:
         held.add(factor)
         if is_map(factor, "convert_element_type", "and", "mul"):
             pending += operands_at(factor)
-        elif is_map(factor, "select_n") and len(factor.node.operands) == 3:
+        elif is_map(factor, "select_n") and len(operands_at(factor)) == 3:
             condition, if_false, _ = operands_at(factor)
             if literal(if_false) is not None and literal(if_false) == 0:
                 pending.append(condition)
@@ -308,7 +305,9 @@ def _discharge_rank(
     for fact in (ra, rb):
         if not fact.is_own(graph) or not others_follow(graph, fact) or not set(fact.guards) <= held:
             return False
-    if len(ra.batch) != len(rb.batch) or not all(same_term(graph, x, y) for x, y in zip(ra.batch, rb.batch, strict=True)):
+    if len(ra.batch) != len(rb.batch) or not all(
+        same_term(graph, x, y) for x, y in zip(ra.batch, rb.batch, strict=True)
+    ):
         return False
     if not _known_equal(graph, ra.expert, rb.expert, equal):
         return False
@@ -423,7 +422,7 @@ def as_condition(graph: Graph, factor: Factor) -> tuple[Factor | None, Factor | 
         guard, rest = as_condition(graph, inner)
         if guard is not None:
             return guard, None if rest is None else graph.convert(rest, factor.node.dtype)
-    if is_map(factor, "select_n") and len(factor.node.operands) == 3:
+    if is_map(factor, "select_n") and len(operands_at(factor)) == 3:
         condition, if_false, if_true = operands_at(factor)
         if is_boolean(condition.node.dtype):
             if literal(if_false) is not None and literal(if_false) == 0:
@@ -502,10 +501,13 @@ def peeled(graph: Graph, index: Factor, size: int) -> tuple[Factor, list[Factor]
             value = literal(limit)
             if value is not None and value >= size:
                 return peeled(graph, other, size)
-    if is_map(index, "select_n") and len(index.node.operands) == 3:
+    if is_map(index, "select_n") and len(operands_at(index)) == 3:
         condition, if_false, if_true = operands_at(index)
         if is_boolean(condition.node.dtype):
-            for dead, live, guard in ((if_false, if_true, condition), (if_true, if_false, graph.logical_not(condition))):
+            for dead, live, guard in (
+                (if_false, if_true, condition),
+                (if_true, if_false, graph.logical_not(condition)),
+            ):
                 value = literal(dead)
                 if value is not None and not 0 <= value < size:
                     inner, guards = peeled(graph, live, size)
@@ -550,7 +552,11 @@ def materialised(graph: Graph, piece: Piece, dtype: Any) -> Factor:
         factors.append(graph.lit(piece.coef, dtype))
     data = factors[0]
     for factor in factors[1:]:
-        data = graph.map(prims.mul_p, {}, [data, factor], dtype) if not is_boolean(dtype) else graph.logical_and([data, factor])
+        data = (
+            graph.map(prims.mul_p, {}, [data, factor], dtype)
+            if not is_boolean(dtype)
+            else graph.logical_and([data, factor])
+        )
     guards = list(piece.guards)
     guards += [graph.compare(prims.eq_p, a.factor, b.factor) for a, b in sorted(piece.equalities, key=repr)]
     if guards:
@@ -628,7 +634,9 @@ def scattered(graph: Graph, value: Value) -> Value:
     return total if total is not None else of_literal(graph, 0, value.shape, value.dtype)
 
 
-def plain_map(graph: Graph, prim: Any, params: dict[str, Any], values: Sequence[Value], shape: Sequence[int], dtype: Any) -> Value:
+def plain_map(
+    graph: Graph, prim: Any, params: dict[str, Any], values: Sequence[Value], shape: Sequence[int], dtype: Any
+) -> Value:
     """An elementwise operation on plain values of one shape (scalars allowed)."""
     full = [i for i, v in enumerate(values) if v.shape == tuple(shape)]
     pieces = [v.pieces[0].renamed() for v in values]
@@ -659,7 +667,9 @@ def additive(graph: Graph, value: Value) -> Value:
     pieces = list(value.background.pieces)
     for piece in value.pieces:
         base = read(graph, value.background, piece.axes)
-        data = graph.map(prims.sub_p, {}, [materialised(graph, piece.replace(guards=()), value.dtype), base], value.dtype)
+        data = graph.map(
+            prims.sub_p, {}, [materialised(graph, piece.replace(guards=()), value.dtype), base], value.dtype
+        )
         pieces.append(Piece(piece.axes, (data,), 1, piece.equalities, piece.guards))
     return normalised(graph, Value(value.shape, value.dtype, tuple(pieces)))
 
@@ -726,5 +736,3 @@ def cast(graph: Graph, value: Value, dtype: Any) -> Value:
 
 def cells(value: Value) -> int:
     return math.prod(value.shape)
-
-

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
-
 from moe_xla.passes._jax import bind_equation
 from moe_xla.passes.recover.rules import elementwise
 from moe_xla.passes.recover.rules.table import Context, rule
@@ -43,8 +42,10 @@ class ElementwiseFunction:
 
         @function.defjvp
         def rule_of_the_user(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-            shaped = [lax.broadcast_in_dim(p, np.shape(t), ()) if np.ndim(p) < np.ndim(t) else p
-                      for p, t in zip(primals, tangents, strict=True)]
+            shaped = [
+                lax.broadcast_in_dim(p, np.shape(t), ()) if np.ndim(p) < np.ndim(t) else p
+                for p, t in zip(primals, tangents, strict=True)
+            ]
             out, out_dot = _evaluate(jvp, [*shaped, *tangents])
             return out, lax.convert_element_type(jnp.broadcast_to(out_dot, out.shape), out.dtype)
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core.primitives as prims
-
 from moe_xla.passes.recover.nodes import Graph, is_boolean
 from moe_xla.passes.recover.rules.table import Context, rule
 from moe_xla.passes.recover.terms import Factor, Idx, Var, has_idx, term_vars, vars_of
@@ -236,13 +235,15 @@ def reduce_max(context: Context, eqn: Any, value: Value) -> Value:
         if any(a.size > 1 for a in gone):
             data = graph.map(prim, {}, [data, graph.lit(base, value.dtype)], value.dtype)
         pieces.append(Piece(kept, (data,), 1, frozenset(), piece.guards))
-    result = Value(shape, value.dtype, tuple(pieces), value.background and _reduced_background(value.background, axes, shape))
+    result = Value(
+        shape, value.dtype, tuple(pieces), value.background and _reduced_background(value.background, axes, shape)
+    )
     if not has_unique_cells(graph, result):
         raise NoRule("a maximum over cells of several pieces")
     return normalised(graph, result)
 
 
 def _reduced_background(background: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:
-    return background.map_pieces(shape, lambda p: p.replace(axes=tuple(a for i, a in enumerate(p.axes) if i not in axes)))
-
-
+    return background.map_pieces(
+        shape, lambda p: p.replace(axes=tuple(a for i, a in enumerate(p.axes) if i not in axes))
+    )

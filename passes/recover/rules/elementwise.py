@@ -12,7 +12,6 @@ from typing import Any
 
 import jax.extend.core.primitives as prims
 import numpy as np
-
 from moe_xla.passes.recover.nodes import (
     Graph,
     Iota,
@@ -43,10 +42,78 @@ from moe_xla.passes.recover.values import (
 )
 
 NAMES = frozenset(
-    """add add_any sub mul div max min pow atan2 rem and or xor not eq ne lt le gt ge neg exp exp2 expm1 log log1p tanh
-    logistic sin cos tan asin acos atan sinh cosh asinh acosh atanh sqrt rsqrt cbrt square integer_pow abs sign floor ceil
-    round erf erfc erf_inv is_finite convert_element_type select_n clamp copy copy_p stop_gradient nextafter shift_left
-    shift_right_logical shift_right_arithmetic reduce_precision lgamma digamma population_count clz real imag""".split()
+    [
+        "add",
+        "add_any",
+        "sub",
+        "mul",
+        "div",
+        "max",
+        "min",
+        "pow",
+        "atan2",
+        "rem",
+        "and",
+        "or",
+        "xor",
+        "not",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "neg",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "tanh",
+        "logistic",
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "asinh",
+        "acosh",
+        "atanh",
+        "sqrt",
+        "rsqrt",
+        "cbrt",
+        "square",
+        "integer_pow",
+        "abs",
+        "sign",
+        "floor",
+        "ceil",
+        "round",
+        "erf",
+        "erfc",
+        "erf_inv",
+        "is_finite",
+        "convert_element_type",
+        "select_n",
+        "clamp",
+        "copy",
+        "copy_p",
+        "stop_gradient",
+        "nextafter",
+        "shift_left",
+        "shift_right_logical",
+        "shift_right_arithmetic",
+        "reduce_precision",
+        "lgamma",
+        "digamma",
+        "population_count",
+        "clz",
+        "real",
+        "imag",
+    ]
 )
 
 
@@ -131,9 +198,7 @@ def _delta_along(context: Context, index: Value, axis: int, shape: Sequence[int]
         spot = graph.lit(base, index.dtype)
         rest = Piece(tuple(fresh_axis(n) for n in shape))
         pieces.append(_standing_at(graph, rest, spot, axis, shape[axis]))
-        pieces += [
-            _standing_at(graph, p, spot, axis, shape[axis]).replace(coef=-1) for p in index.pieces
-        ]
+        pieces += [_standing_at(graph, p, spot, axis, shape[axis]).replace(coef=-1) for p in index.pieces]
     kept = tuple(q for p in pieces if (q := renormalised(graph, p)) is not None)
     return Value(tuple(shape), np.dtype(bool), kept)
 
@@ -197,7 +262,9 @@ def _linear(
 
 
 def _is_deferred(value: Value) -> bool:
-    return any(p.hidden or p.equalities or components(p, frozenset(p.hidden)) > 1 for p in value.pieces if not value.is_plain)
+    return any(
+        p.hidden or p.equalities or components(p, frozenset(p.hidden)) > 1 for p in value.pieces if not value.is_plain
+    )
 
 
 def cancelled(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
@@ -238,7 +305,7 @@ def on_cells(
     pieces: list[Piece] = []
     done: set[tuple[int, int]] = set()
     for i in structured:
-        for k, piece in enumerate(values[i].pieces):
+        for k in range(len(values[i].pieces)):
             if (i, k) not in done:
                 pieces.append(_joint(context, prim, params, values, backgrounds, structured, (i, k), done, dtype))
     return _with_background(context, prim, params, backgrounds, pieces, shape, dtype)
@@ -279,8 +346,10 @@ def _joint(
                 continue
             moved = renamed.substitute(solved)
             anchor = others[0].substitute(solved)
-            if rest or set(vars_of(anchor.axes)) != set(vars_of(moved.axes)) or any(
-                len(vars_of(p.substitute(solved).axes)) != len(vars_of(p.axes)) for p in (*others, renamed)
+            if (
+                rest
+                or set(vars_of(anchor.axes)) != set(vars_of(moved.axes))
+                or any(len(vars_of(p.substitute(solved).axes)) != len(vars_of(p.axes)) for p in (*others, renamed))
             ):
                 raise NoRule(f"operands of {prim.name} that fill different cells")
             chosen = {i: p.substitute(solved) for i, p in zip(order, others, strict=True)}

@@ -72,4 +72,3 @@ def gather(context: Context, eqn: Any, operand: Value, indices: Value) -> Value:
             places.append(piece.axes[batched[d]])
     data = read(context.graph, operand, places)
     return plain(indices.shape[:-1], piece.axes[:-1], data)
-

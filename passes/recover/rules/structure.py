@@ -8,7 +8,6 @@ from typing import Any
 
 import jax.extend.core.primitives as prims
 import numpy as np
-
 from moe_xla.passes.recover.nodes import Graph, literal
 from moe_xla.passes.recover.rules.table import Context, rule
 from moe_xla.passes.recover.terms import (
@@ -173,7 +172,7 @@ def _sliced_piece(graph: Graph, piece: Piece, ranges: Sequence[tuple[int, int]],
 
 
 def _with_axis(piece: Piece, i: int, term: Term) -> Piece:
-    return piece.replace(axes=piece.axes[:i] + (term,) + piece.axes[i + 1 :])
+    return piece.replace(axes=(*piece.axes[:i], term, *piece.axes[i + 1 :]))
 
 
 def _sliced_var(graph: Graph, piece: Piece, i: int, axis: Var, start: int, stop: int) -> Piece:
@@ -193,7 +192,9 @@ def _sliced_var(graph: Graph, piece: Piece, i: int, axis: Var, start: int, stop:
         if factor.args.count(axis) != 1 or any(axis in vars_of([a]) for a in factor.args if a != axis):
             raise NoRule("a slice of an axis that is part of another place")
         k = factor.args.index(axis)
-        factors.append(Factor(graph.slice(factor.node, k, start, stop), (*factor.args[:k], window, *factor.args[k + 1 :])))
+        factors.append(
+            Factor(graph.slice(factor.node, k, start, stop), (*factor.args[:k], window, *factor.args[k + 1 :]))
+        )
     return _with_axis(piece.replace(factors=tuple(factors)), i, window)
 
 
@@ -237,7 +238,9 @@ def _padded_axis(graph: Graph, piece: Piece, i: int, low: int, high: int, dtype:
         raise NoRule("padding of an axis along which the value is constant")
     k, wide = data.args.index(axis), fresh(size)
     node = graph.pad(data.node, k, low, high)
-    return Piece((*piece.axes[:i], wide, *piece.axes[i + 1 :]), (Factor(node, (*data.args[:k], wide, *data.args[k + 1 :])),))
+    return Piece(
+        (*piece.axes[:i], wide, *piece.axes[i + 1 :]), (Factor(node, (*data.args[:k], wide, *data.args[k + 1 :])),)
+    )
 
 
 @rule("concatenate")
