@@ -349,6 +349,12 @@ def align(
     return {v: resolve(v, solved) for v in solved}, rest
 
 
+def only_renames(piece: Piece, solved: dict[Var, Term]) -> bool:
+    """Whether unification left a piece's places free: each variable is another one, no two are the same."""
+    images = [resolve(v, solved) for v in piece.variables]
+    return all(isinstance(t, Var) for t in images) and len(set(images)) == len(images)
+
+
 def in_range(graph: Graph, term: Term) -> list[Factor]:
     """The conditions under which a place lies on its axis, beyond what is proved or unbounded."""
     if isinstance(term, Flat):

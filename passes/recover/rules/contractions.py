@@ -23,6 +23,7 @@ from moe_xla.passes.recover.values import (
     literal_of,
     materialised,
     normalised,
+    only_renames,
     renormalised,
 )
 
@@ -109,7 +110,15 @@ def dot_general(context: Context, eqn: Any, left: Value, right: Value) -> Value:
     for value, other, axes in ((left, right, contract_l), (right, left, contract_r)):
         if value.background is not None and other.is_plain and _is_cellwise(context.graph, value, axes):
             return _dot_with_background(context, left, right, joined, out, shape, dtype)
-    return _dot_covered(context, left, right, joined, out, shape, dtype)
+    try:
+        return _dot_covered(context, left, right, joined, out, shape, dtype)
+    except NoRule:
+        if any(
+            context.is_unbounded(a) for v in (left, right) if v.background is not None for p in v.pieces for a in p.axes
+        ):
+            raise
+    sums = additive(context.graph, left), additive(context.graph, right)
+    return product(context, *sums, joined, out, shape, dtype)
 
 
 def _is_cellwise(graph: Graph, value: Value, contracted_axes: Sequence[int]) -> bool:
@@ -166,6 +175,8 @@ def _covering(context: Context, backed: Value, q: Piece, pairs: AxisPairs) -> Va
             solved, rest = align(graph, [q, moved], [[(0, b), (1, a)] for a, b in pairs])
         except Contradiction:
             continue
+        if not only_renames(q, solved):
+            raise NoRule("a buffer with a background of which more than the rows is read")
         pinned = {w for v in q.variables for w in vars_of([solved.get(v, v)])}
         needed = {w for v in moved.points for w in vars_of([solved.get(v, v)])}
         indexed = [i for i, a in enumerate(moved.axes) if has_idx(a)]

@@ -34,6 +34,7 @@ from moe_xla.passes.recover.values import (
     materialised,
     normalised,
     of_literal,
+    only_renames,
     peeled,
     plain,
     plain_map,
@@ -349,7 +350,7 @@ def _joint(
             if (
                 rest
                 or set(vars_of(anchor.axes)) != set(vars_of(moved.axes))
-                or any(len(vars_of(p.substitute(solved).axes)) != len(vars_of(p.axes)) for p in (*others, renamed))
+                or not all(only_renames(p, solved) for p in (*others, renamed))
             ):
                 raise NoRule(f"operands of {prim.name} that fill different cells")
             chosen = {i: p.substitute(solved) for i, p in zip(order, others, strict=True)}
