@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .form import EXPERTS, add
+from .form import BF16, EXPERTS, add
 
 one_hot = jax.nn.one_hot
 
@@ -435,8 +435,6 @@ def dense(parts: Parts, params, x):
     picked = every[index, jnp.arange(x.shape[0])[:, None]]
     return jnp.einsum("tk,tkd->td", gate, picked).astype(x.dtype)
 
-
-BF16 = 0.04
 
 TABLE: list[tuple[str, str, Parts]] = [
     # routers and choices

@@ -23,6 +23,10 @@ HIDDEN = 9
 TIGHT = {1: 7, 2: 13, 3: 19}
 TIGHT_GROUPED = {1: 7, 2: 11}
 
+# Relative error allowed to forms that compute partly in the named precision, whatever their inputs are.
+FLOAT32 = 2e-5
+BF16 = 0.04
+
 Params = dict[str, jax.Array]
 Aux = dict[str, jax.Array]
 
@@ -44,7 +48,7 @@ def init_params(key: jax.Array, dtype, experts: int = EXPERTS, model: int = MODE
     keys = jax.random.split(key, len(shapes))
     scales = {"wg": 1.0, "scale": 1.0}
     return {
-        name: (scales.get(name, 0.4) * jax.random.normal(k, shape)).astype(dtype)
+        name: (scales.get(name, 0.4) * jax.random.normal(k, shape, jnp.float32)).astype(dtype)
         for k, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
 
@@ -52,7 +56,7 @@ def init_params(key: jax.Array, dtype, experts: int = EXPERTS, model: int = MODE
 def init_layer(key: jax.Array, dtype, shape: tuple[int, ...]) -> tuple[Params, jax.Array]:
     """Parameters and input of one layer; the input's mean is off zero, which loads the experts unevenly."""
     params_key, x_key = jax.random.split(key)
-    x = jax.random.normal(x_key, (*shape, MODEL)) + 0.4
+    x = jax.random.normal(x_key, (*shape, MODEL), jnp.float32) + 0.4
     return init_params(params_key, dtype), x.astype(dtype)
 
 

@@ -35,6 +35,8 @@ def own_errors(form: Form, dtype=jnp.float32) -> list[str]:
             errors.append(f"differs from the dense reference: {error}")
     if not slot_arrays(form, jax.make_jaxpr(form.at(form.tight))(params, x).jaxpr, form.tight):
         errors.append("its slot arrays cannot be told by their shapes")
+    if mistaken := slot_arrays(form, jax.make_jaxpr(form.step(form.loose))(params, x).jaxpr, form.tight):
+        errors.append(f"these arrays look like slot arrays: {mistaken}")
     if form.mixes_tokens:
         return errors
     # Without drops the tokens do not see each other.

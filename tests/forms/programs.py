@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from . import composed, layers
 from .composed import Masks, Parts
-from .form import GROUP_TOKENS, GROUPS, MODEL, TOKENS, add, form, init_params, mixed_loss
+from .form import GROUP_TOKENS, GROUPS, MODEL, TOKENS, add, form, init_layer, init_params, mixed_loss
 
 LAYERS = 4  # of a stack
 
@@ -25,7 +25,7 @@ SWITCH = Parts(1, composed.softmax_argmax, masks=Masks("combine_bool"))
 
 def _init_stack(key, dtype, shape=(TOKENS,), stacked=True, count=LAYERS):
     x_key, *keys = jax.random.split(key, count + 1)
-    x = (jax.random.normal(x_key, (*shape, MODEL)) + 0.4).astype(dtype)
+    x = (jax.random.normal(x_key, (*shape, MODEL), jnp.float32) + 0.4).astype(dtype)
     every = [init_params(k, dtype) for k in keys]
     if stacked:
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *every), x
@@ -289,7 +289,7 @@ add(
     "scan over microbatches, gradients added up inside",
     choices=2,
     rows=MICROBATCHES * TOKENS,
-    init=lambda key, dtype: composed.init_layer(key, dtype, (MICROBATCHES * TOKENS,)),
+    init=lambda key, dtype: init_layer(key, dtype, (MICROBATCHES * TOKENS,)),
     own_step=_accumulated_step,
     dense=lambda params, x: _microbatches(composed.dense(ORDINARY, params, x)),
 )
@@ -299,6 +299,6 @@ add(
     "scan over microbatches, differentiated from outside",
     choices=2,
     rows=MICROBATCHES * TOKENS,
-    init=lambda key, dtype: composed.init_layer(key, dtype, (MICROBATCHES * TOKENS,)),
+    init=lambda key, dtype: init_layer(key, dtype, (MICROBATCHES * TOKENS,)),
     dense=lambda params, x: _microbatches(composed.dense(ORDINARY, params, x)),
 )

@@ -20,6 +20,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 
 from . import FORMS
 from .check import max_errors, quick_jit, slot_arrays, tolerance
@@ -66,6 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     for flag in ("grad", "x64", "own", "list", "traceback"):
         parser.add_argument(f"--{flag}", action="store_true")
     options = parser.parse_args(arguments)
+    logging.set_verbosity(logging.ERROR)  # the refusals are printed here
     jax.config.update("jax_enable_x64", options.x64)
     dtype = jnp.float64 if options.x64 else jnp.float32
     chosen = [

@@ -37,7 +37,10 @@ def test_rewritten_step_equals_the_untouched_one(form, semantics):
     expected = jax.jit(form.step(form.tight if semantics == "exact" else form.loose))(*inputs)
     step = moe_xla.moe_jit(naive, semantics=semantics)
     (site,) = step.explain(*inputs).sites
-    assert (site.status, site.semantics) == ("rewritten", semantics), site
+    assert site.status == "rewritten", site
+    if site.semantics != semantics:  # stepped down to exact, with a reason: it must then equal the program as written
+        assert (site.semantics, bool(site.reason), form.name) == ("exact", True, "switch_argmax"), site
+        expected = jax.jit(naive)(*inputs)
     chex.assert_trees_all_close(step(*inputs), expected, rtol=1e-4, atol=1e-5)
 
 
