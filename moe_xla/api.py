@@ -30,7 +30,7 @@ from moe_xla.options import (
 )
 from moe_xla.passes import pipeline
 from moe_xla.report import Report, log_unmet, require_all_rewritten
-from moe_xla.tracing import Capture, capture, is_array, is_jit_disabled, is_tracer, like
+from moe_xla.tracing import Capture, capture, is_array, is_jit_disabled, is_tracer, like, with_weak_types
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -76,7 +76,8 @@ def rewrite(
     `jax.disable_jit()` `fn` runs as it is written.
 
     With the environment variable `MOE_XLA_CHECK=1` at decoration (checked mode, slow), a call with concrete arrays
-    also runs the program equation by equation, and raises at the first one whose rewritten value differs.
+    also runs the program equation by equation, in the exact semantics whichever is asked for, and raises if a
+    rewritten value differs, naming its equation.
 
     Args:
       fn: the function; without it a decorator is returned.
@@ -273,7 +274,8 @@ def _evaluate(fn: Callable[..., Any], captured: Capture, options: Options) -> tu
     log_unmet(report)
     if options.strict:
         require_all_rewritten(report)
-    return captured.rebuild(rewritten.evaluate(*captured.inputs)), report
+    outputs = with_weak_types(rewritten.evaluate(*captured.inputs), captured.closed)
+    return captured.rebuild(outputs), report
 
 
 def _check_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:

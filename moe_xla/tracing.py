@@ -17,6 +17,7 @@ import jax
 import jax.extend as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core.primitives import convert_element_type_p
 
 from moe_xla.options import function_name
 
@@ -80,6 +81,11 @@ def is_jit_disabled() -> bool:
     return bool(jax.config.jax_disable_jit)  # type: ignore[attr-defined]
 
 
+def with_weak_types(values: Sequence[jax.Array], closed: jex.core.ClosedJaxpr) -> list[jax.Array]:
+    """`values`, each as weakly or strongly typed as the output of `closed` that it stands for; others as they are."""
+    return [_with_weak_type(value, _is_weak(aval)) for value, aval in zip(values, closed.out_avals, strict=True)]
+
+
 def like(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator that gives a wrapper the name, docstring and signature of `fn`, which may be any callable."""
 
@@ -120,3 +126,13 @@ def _rebuilder(result: Any) -> Callable[[Sequence[jax.Array]], Any]:
 
 def _choose(mask: Sequence[bool], where_true: Sequence[Any], where_false: Sequence[Any]) -> list[Any]:
     return [yes if chosen else no for chosen, yes, no in zip(mask, where_true, where_false, strict=True)]
+
+
+def _is_weak(aval: Any) -> bool:
+    return bool(getattr(aval, "weak_type", False))
+
+
+def _with_weak_type(value: jax.Array, weak: bool) -> jax.Array:
+    if _is_weak(jax.typeof(value)) == weak:
+        return value
+    return convert_element_type_p.bind(value, new_dtype=value.dtype, weak_type=weak, sharding=None)

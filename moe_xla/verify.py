@@ -95,7 +95,7 @@ def verify(
       *args, **kwargs: what to call it with; a keyword of `verify` itself is not handed on (use `functools.partial`).
       semantics, patterns, backend: as for `moe_xla.rewrite`.
       static_argnums, static_argnames: as for `jax.jit`.
-      every_equation: also run the program equation by equation and compare each rewritten value (slow).
+      every_equation: also compare each rewritten value, equation by equation, in the exact semantics (slow).
 
     Raises:
       TypeError, ValueError: for a bad argument.

@@ -1,9 +1,28 @@
-"""Grouped matmuls in plain XLA: a loop over blocks of rows, each against its expert's matrix."""
+"""Grouped matmuls in plain XLA: a loop over blocks of rows, each against its expert's matrix.
+
+MegaBlocks' idea without its padding: rows stay compact and sorted, a block may start at any row, and loops with trip
+counts from the device walk over the blocks, so nothing but the result and one block is ever allocated.  A dot needs a
+static size, so a group is cut into equal main blocks and one last block of the smallest fitting size out of seven;
+each size has a loop of its own over the experts that use it.  Why it looks like this, from measurements on XLA:CPU:
+
+- A dot inside a loop runs on all threads, and a dot of B rows costs as much as B plus about 30 rows of a large one:
+  a few large blocks that fit closely beat many small ones.
+- A loop updates its carry in place; a `switch` in the loop copies the carry in every branch (4 times slower for 32
+  experts), hence a loop a size.
+- A last block of at least half its size is written as two overlapping parts that end exactly with the group, which
+  needs no mask, no order between blocks and no read of the result.
+- Compiling takes time in proportion to the number of loops; seven sizes are within a few percent of eighteen.
+- `grouped_outer` sums the blocks of a group before it writes: adding into the result in place would read and write it
+  once more for every block.  For many experts its cost is that of writing E * m * n values for the first time.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,55 +36,79 @@ from moe_xla.ops.routing import group_ends
 CONTRACT = Contract(
     platforms=("cpu", "cuda", "rocm", "tpu"),
     dtypes=("bfloat16", "float16", "float32", "float64"),
-    temporaries="one block of rows",
+    temporaries="one block of rows, one matrix",
 )
 
-_BLOCK = 128
+# Sizes of last blocks in units that grow with the mean group. Each is at most twice the one before (see grouped_dot).
+_STEPS_LARGE, _STEPS_SMALL = (1, 2, 4, 6, 8, 9, 10), (1, 2, 3, 4, 5, 6, 8)
+_LARGE_MEAN, _MAIN_STEP = 192, 8
+_LEAST_UNIT, _MOST_UNIT = 8, 128
+# Below this many multiply-adds, one masked block of all rows per expert costs less than it takes to compile more.
+_TINY_WORK = 2**22
+_REDUCED_ROWS = 256
 
 
 def grouped_dot(
     rows: jax.Array, w: jax.Array, group_sizes: jax.Array, *, transpose_w: bool, out_dtype: Any
 ) -> jax.Array:
     """[A, n]: each row times its group's matrix; see `moe_xla.ops.grouped_dot`."""
-    common = jnp.promote_types(rows.dtype, w.dtype)
-    contracted, produced = (2, 1) if transpose_w else (1, 2)
-    out = lax.full((rows.shape[0], w.shape[produced]), 0, out_dtype)
+    count, (experts, *matrix) = rows.shape[0], w.shape
+    k_axis = 1 if transpose_w else 0
+    out = lax.full((count, matrix[1 - k_axis]), 0, out_dtype)
+    if 0 in (count, experts, *matrix):
+        return out
+    sizes = _block_sizes(count, experts, matrix[0] * matrix[1])
+    blocks = _blocks(sizes, group_sizes, count)
+    dot = _dot(rows.dtype, w.dtype, 1, k_axis)
 
-    def visit(expert: jax.Array, first: jax.Array, inside: jax.Array, out: jax.Array) -> jax.Array:
-        x = lax.dynamic_slice_in_dim(rows, first, inside.size, 0)
-        matrix = lax.dynamic_index_in_dim(w, expert, 0, keepdims=False)
-        y = lax.dot_general(
-            lax.convert_element_type(x, common),
-            lax.convert_element_type(matrix, common),
-            (((1,), (contracted - 1,)), ((), ())),
-            preferred_element_type=checks.accumulator(common),
-        )
-        old = lax.dynamic_slice_in_dim(out, first, inside.size, 0)
-        inside = lax.broadcast_in_dim(inside, old.shape, (0,))
-        return lax.dynamic_update_slice_in_dim(
-            out, lax.select(inside, lax.convert_element_type(y, out_dtype), old), first, 0
-        )
+    def product(first: jax.Array, size: int, w_kn: jax.Array) -> jax.Array:
+        return lax.convert_element_type(dot(_read(rows, first, size), w_kn), out_dtype)
 
-    return _over_blocks(rows.shape[0], group_sizes, visit, out)
+    def over_main(expert: jax.Array, out: jax.Array) -> jax.Array:
+        w_kn = _element(w, expert)
+
+        def step(at: jax.Array, out: jax.Array) -> jax.Array:
+            return _write(out, product(at, sizes.main, w_kn), at)
+
+        return _over_main(blocks, sizes, expert, step, out)
+
+    def over_last(choice: int, expert: jax.Array, out: jax.Array) -> jax.Array:
+        size, start, end = sizes.last[choice], _element(blocks.last, expert), _element(blocks.end, expert)
+        first = lax.min(start, np.int32(count - size))
+        y = product(first, size, _element(w, expert))
+        if choice == 0:
+            y = lax.select(_inside(y, first, start, end), y, _read(out, first, size))
+            return _write(out, y, first)
+        head = sizes.last[choice - 1]
+        out = _write(out, _read(y, start - first, head), start)
+        return _write(out, _read(y, end - (size - head) - first, size - head), end - (size - head))
+
+    if sizes.last[-1] < count:
+        out = _over_experts(blocks.split, np.int32(0), blocks.splits, over_main, out)
+    return _over_sizes(blocks, sizes, over_last, out)
 
 
 def grouped_outer(a: jax.Array, b: jax.Array, group_sizes: jax.Array, *, out_dtype: Any) -> jax.Array:
     """[E, m, n]: the product of each group's rows; see `moe_xla.ops.grouped_outer`."""
-    common = jnp.promote_types(a.dtype, b.dtype)
-    wide = checks.accumulator(common)
+    count, experts = a.shape[0], group_sizes.size
+    out = lax.full((experts, a.shape[1], b.shape[1]), 0, out_dtype)
+    if 0 in (count, *out.shape):
+        return out
+    sizes = _block_sizes(count, experts, a.shape[1] * b.shape[1])
+    blocks = _blocks(sizes, group_sizes, count)
+    dot = _dot(a.dtype, b.dtype, 0, 0)
 
-    def visit(expert: jax.Array, first: jax.Array, inside: jax.Array, out: jax.Array) -> jax.Array:
-        left, right = (_masked(lax.dynamic_slice_in_dim(x, first, inside.size, 0), inside) for x in (a, b))
-        product = lax.dot_general(
-            lax.convert_element_type(left, common),
-            lax.convert_element_type(right, common),
-            (((0,), (0,)), ((), ())),
-            preferred_element_type=wide,
-        )
-        return _accumulate(out, product, expert, lax.add)
+    def step(at: jax.Array, total: jax.Array) -> jax.Array:
+        return total + dot(_read(a, at, sizes.main), _read(b, at, sizes.main))
 
-    out = lax.full((group_sizes.size, a.shape[1], b.shape[1]), 0, wide)
-    return lax.convert_element_type(_over_blocks(a.shape[0], group_sizes, visit, out), out_dtype)
+    def over_last(choice: int, expert: jax.Array, out: jax.Array) -> jax.Array:
+        size, start, end = sizes.last[choice], _element(blocks.last, expert), _element(blocks.end, expert)
+        total = dot(*(_read_masked(x, start, end, size) for x in (a, b)))
+        if sizes.last[-1] < count:
+            total = _over_main(blocks, sizes, expert, step, total)
+        return _write(out, lax.convert_element_type(total, out_dtype)[None], expert)
+
+    return _over_sizes(blocks, sizes, over_last, out)
 
 
 def reduce_groups(
@@ -76,46 +119,159 @@ def reduce_groups(
     join: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     """[E, n]: rows [A, n] reduced over each group; rows outside read as `initial`."""
-
-    def visit(expert: jax.Array, first: jax.Array, inside: jax.Array, out: jax.Array) -> jax.Array:
-        block = _masked(lax.dynamic_slice_in_dim(rows, first, inside.size, 0), inside, initial)
-        return _accumulate(out, reduce_block(block), expert, join)
-
+    count, experts = rows.shape[0], group_sizes.size
     wide = jax.eval_shape(reduce_block, jax.ShapeDtypeStruct((1, rows.shape[1]), rows.dtype)).dtype
-    start = lax.convert_element_type(initial, wide)
-    return _over_blocks(rows.shape[0], group_sizes, visit, lax.broadcast(start, (group_sizes.size, rows.shape[1])))
-
-
-def _over_blocks(count: int, group_sizes: jax.Array, visit: Callable[..., jax.Array], out: jax.Array) -> jax.Array:
-    if count == 0 or 0 in out.shape or group_sizes.size == 0:
+    out = lax.broadcast(lax.convert_element_type(initial, wide), (experts, rows.shape[1]))
+    if 0 in (count, *out.shape):
         return out
-    block = min(_BLOCK, count)
+    size = min(_REDUCED_ROWS, count)
     ends = group_ends(group_sizes, count)
 
     def over_expert(expert: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         start, out = state
-        end = ends[expert]
+        end = _element(ends, expert)
 
-        def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            at, out = state
-            first = lax.min(at, np.int32(count - block))
-            row = first + lax.iota(np.int32, block)
-            return at + block, visit(expert, first, (row >= at) & (row < end), out)
+        def step(at: jax.Array, total: jax.Array) -> jax.Array:
+            return join(total, reduce_block(_read_masked(rows, at, end, size, initial)))
 
-        _, out = lax.while_loop(lambda state: state[0] < end, step, (start, out))
-        return end, out
+        return end, _write(out, _stepping(start, end, size, step, _element(out, expert))[None], expert)
 
-    return lax.fori_loop(0, group_sizes.size, over_expert, (lax.full((), 0, np.int32), out))[1]
+    return lax.fori_loop(0, experts, over_expert, (lax.full((), 0, np.int32), out))[1]
 
 
-def _accumulate(out: jax.Array, value: jax.Array, expert: jax.Array, join: Callable[..., jax.Array]) -> jax.Array:
-    old = lax.dynamic_index_in_dim(out, expert, 0, keepdims=False)
-    return lax.dynamic_update_index_in_dim(out, join(old, value), expert, 0)
+@dataclasses.dataclass(frozen=True)
+class _BlockSizes:
+    """Rows of a main block, and the possible sizes of the last block of a group, ascending."""
+
+    main: int
+    last: tuple[int, ...]
 
 
-def _masked(block: jax.Array, inside: jax.Array, fill: Any = 0) -> jax.Array:
-    return lax.select(
-        lax.broadcast_in_dim(inside, block.shape, (0,)),
-        block,
-        lax.broadcast(lax.convert_element_type(fill, block.dtype), block.shape),
+def _block_sizes(count: int, experts: int, matrix: int) -> _BlockSizes:
+    if experts * count * matrix <= _TINY_WORK:
+        return _BlockSizes(count, (count,))
+    mean = max(count / experts, 1)
+    steps = _STEPS_LARGE if mean >= _LARGE_MEAN else _STEPS_SMALL
+    units_per_mean = 8 if mean >= _LARGE_MEAN else 4
+    unit = min(max(2 ** round(math.log2(mean / units_per_mean)), _LEAST_UNIT), _MOST_UNIT)
+    last = [unit * step for step in steps]
+    fitting = [size for size in last if size < count]
+    return _BlockSizes(unit * _MAIN_STEP, tuple(last if fitting == last else (*fitting, count)))
+
+
+class _Blocks(NamedTuple):
+    """How groups are cut: main blocks from `start` on, then one last block from `last` to `end` ([E] each).
+
+    `by_size` [E] holds the experts in the order of the sizes of their last blocks, those of size `i` from `edges[i]` to
+    `edges[i + 1]`.  The first `splits` experts of `split` [E] are those with main blocks.
+    """
+
+    start: jax.Array
+    last: jax.Array
+    end: jax.Array
+    by_size: jax.Array
+    edges: jax.Array
+    split: jax.Array
+    splits: jax.Array
+
+
+def _blocks(sizes: _BlockSizes, group_sizes: jax.Array, count: int) -> _Blocks:
+    experts, choices = group_sizes.size, len(sizes.last)
+    end = group_ends(group_sizes, count)
+    start = lax.concatenate([lax.full((1,), 0, np.int32), lax.slice(end, (0,), (experts - 1,))], 0)
+    # A group keeps at least one row for its last block.
+    mains = lax.max(lax.div(end - start + np.int32(sizes.main - 1 - sizes.last[-1]), np.int32(sizes.main)), np.int32(0))
+    last = start + mains * np.int32(sizes.main)
+    larger = lax.gt((end - last)[:, None], np.array(sizes.last, np.int32)[None])
+    choice = lax.reduce_sum(lax.convert_element_type(larger, np.int32), (1,))
+    choice = lax.select(last < end, choice, lax.full_like(choice, choices))
+    before = lax.lt(choice[:, None], np.arange(choices + 1, dtype=np.int32)[None])
+    whole = lax.convert_element_type(lax.eq(mains, np.int32(0)), np.int32)
+    return _Blocks(
+        start,
+        last,
+        end,
+        by_size=_argsort(choice),
+        edges=lax.reduce_sum(lax.convert_element_type(before, np.int32), (0,)),
+        split=_argsort(whole),
+        splits=np.int32(experts) - lax.reduce_sum(whole, (0,)),
     )
+
+
+def _argsort(keys: jax.Array) -> jax.Array:
+    return lax.sort((keys, lax.iota(np.int32, keys.size)), num_keys=1)[1]
+
+
+def _over_sizes(blocks: _Blocks, sizes: _BlockSizes, visit: Callable[..., jax.Array], out: jax.Array) -> jax.Array:
+    for choice in range(len(sizes.last)):
+        first, stop = (lax.index_in_dim(blocks.edges, choice + i, keepdims=False) for i in (0, 1))
+        out = _over_experts(blocks.by_size, first, stop, functools.partial(visit, choice), out)
+    return out
+
+
+def _over_experts(
+    order: jax.Array, first: jax.Array, stop: jax.Array, visit: Callable[..., jax.Array], out: jax.Array
+) -> jax.Array:
+    return lax.fori_loop(first, stop, lambda i, out: visit(_element(order, i), out), out)
+
+
+def _over_main(
+    blocks: _Blocks, sizes: _BlockSizes, expert: jax.Array, step: Callable[..., jax.Array], carry: jax.Array
+) -> jax.Array:
+    return _stepping(_element(blocks.start, expert), _element(blocks.last, expert), sizes.main, step, carry)
+
+
+def _stepping(
+    start: jax.Array, stop: jax.Array, size: int, step: Callable[..., jax.Array], carry: jax.Array
+) -> jax.Array:
+    """`carry = step(at, carry)` for `at` from `start` to before `stop` by `size`."""
+
+    def body(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        at, carry = state
+        return at + np.int32(size), step(at, carry)
+
+    return lax.while_loop(lambda state: state[0] < stop, body, (start, carry))[1]
+
+
+def _dot(a_dtype: Any, b_dtype: Any, a_axis: int, b_axis: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Product of two matrices over one axis each, in their common dtype, with a wide result."""
+    common = jnp.promote_types(a_dtype, b_dtype)
+
+    def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+        return lax.dot_general(
+            lax.convert_element_type(a, common),
+            lax.convert_element_type(b, common),
+            (((a_axis,), (b_axis,)), ((), ())),
+            preferred_element_type=checks.accumulator(common),
+        )
+
+    return dot
+
+
+def _read(x: jax.Array, first: jax.Array, size: int) -> jax.Array:
+    """`x[first : first + size]`."""
+    return lax.dynamic_slice_in_dim(x, first, size, 0, allow_negative_indices=False)
+
+
+def _write(x: jax.Array, block: jax.Array, first: jax.Array) -> jax.Array:
+    """`x` with `block` from row `first` on."""
+    return lax.dynamic_update_slice_in_dim(x, block, first, 0, allow_negative_indices=False)
+
+
+def _element(x: jax.Array, i: jax.Array) -> jax.Array:
+    """`x[i]`."""
+    return lax.reshape(_read(x, i, 1), x.shape[1:])
+
+
+def _inside(block: jax.Array, first: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
+    """Where the rows of `block`, which begins at row `first`, are from `start` to before `end`."""
+    row = first + lax.broadcasted_iota(np.int32, block.shape, 0)
+    return (row >= start) & (row < end)
+
+
+def _read_masked(x: jax.Array, start: jax.Array, end: jax.Array, size: int, fill: Any = 0) -> jax.Array:
+    """`size` rows of `x` around rows `start` to `end`, all others as `fill`; ends with `x` if `start + size` would not."""
+    first = lax.min(start, np.int32(x.shape[0] - size))
+    block = _read(x, first, size)
+    filling = lax.broadcast(lax.convert_element_type(fill, x.dtype), block.shape)
+    return lax.select(_inside(block, first, start, end), block, filling)

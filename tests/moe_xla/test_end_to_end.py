@@ -3,6 +3,7 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import moe_xla
@@ -30,19 +31,18 @@ def train_step(params, x, learning_rate):
     return jax.tree.map(lambda p, g: p - learning_rate * g, params, grads), {"loss": value, "rate": learning_rate * 2}
 
 
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
 @pytest.fixture
 def params():
-    keys = jax.random.split(jax.random.key(0), 3)
-    return {
-        "router": jax.random.normal(keys[0], (D, E)),
-        "w_in": jax.random.normal(keys[1], (E, D, F)) * 0.3,
-        "w_out": jax.random.normal(keys[2], (E, F, D)) * 0.3,
-    }
+    return {"router": normal(0, D, E), "w_in": 0.3 * normal(1, E, D, F), "w_out": 0.3 * normal(2, E, F, D)}
 
 
 @pytest.fixture
 def x():
-    return jax.random.normal(jax.random.key(1), (T, D))
+    return normal(3, T, D)
 
 
 def test_training_step_is_rewritten_once_and_gives_the_same_numbers(params, x):
@@ -70,8 +70,16 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("transform", [moe_xla.rewrite, moe_xla.moe_jit])
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize(
+    ("transform", "around"),
+    [
+        (moe_xla.rewrite, "grad"),
+        (moe_xla.moe_jit, "grad"),
+        (moe_xla.moe_jit, "vmap"),
+        (moe_xla.rewrite, "jvp"),
+        (moe_xla.rewrite, "scan"),
+    ],
+)
 def test_transformations_of_a_rewritten_layer(transform, around, params, x):
     inputs = jnp.stack([x, 2 * x]) if around in ("vmap", "scan") else x
     layer = transform(loss, semantics="exact", strict=True)

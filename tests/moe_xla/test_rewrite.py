@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from moe_xla.passes import pipeline
 
 import moe_xla
 
@@ -300,3 +301,13 @@ def test_options_reach_the_passes(passes_find):
     moe_xla.rewrite(lambda x: x, semantics="exact", patterns=(), backend="ragged")(X)
     (options,) = passes_find.options
     assert (options.semantics, options.patterns, options.backend) == ("exact", frozenset(), "ragged")
+
+
+def test_weak_types_that_the_passes_lose_are_restored(monkeypatch):
+    def rewrite_jaxpr(closed, options):
+        return pipeline.Rewritten(lambda x, key: [jnp.float32(6.0), x * 3.0, key], ())
+
+    monkeypatch.setattr(pipeline, "rewrite_jaxpr", rewrite_jaxpr)
+    weak, strong, key = jax.jit(moe_xla.rewrite(lambda x, k: (x * 3.0, jnp.float32(x), k)))(2.0, jax.random.key(0))
+    assert (weak.weak_type, strong.weak_type) == (True, False) and weak == strong == 6.0
+    assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
