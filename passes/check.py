@@ -35,8 +35,7 @@ def compare_every_equation(
       One line per differing equation, in program order; empty where all agree.
     """
     del options
-    steps: list[Step] = []
-    recovery = Recovery({}, "exact", on_step=steps.append)
+    recovery = Recovery({}, "exact")
     wires = [recovery.input(v.aval.shape, v.aval.dtype) for v in (*closed.jaxpr.constvars, *closed.jaxpr.invars)]
     count = len(closed.jaxpr.constvars)
     recovery.walk(closed.jaxpr, wires[:count], wires[count:])
@@ -51,7 +50,7 @@ def compare_every_equation(
 
     reference = Reference(array)
     found = []
-    for step in steps:
+    for step in recovery.steps:
         arrays.update(zip(step.outputs, bind_equation(step.eqn, [array(w) for w in step.inputs]), strict=True))
         found += [line for w in step.outputs if (line := _difference(reference, step, w, arrays[w], rtol)) is not None]
     return tuple(found)
@@ -77,4 +76,4 @@ def _compare(reference: Reference, step: Step, value: Value, expected: Any, rtol
     scale = float(np.max(np.abs(want), initial=0.0))
     if error <= (rtol * scale if is_floating(value.dtype) else 0.0):
         return None
-    return f"{step.name} at {source_of(step.eqn)}: differs by {error:.3g} (largest magnitude {scale:.3g})"
+    return f"{step.name} at {source_of(step.source)}: differs by {error:.3g} (largest magnitude {scale:.3g})"

@@ -100,7 +100,11 @@ def _step_down(
     sites = {s for site in refusal.sites for s in recovery.group(site)} or set(recovery.sites)
     step = refusal.step
     eqn = step.eqn if step is not None and step.outputs else None
-    denial = _Denial(refusal.reason, step.name if eqn is not None and step is not None else None, eqn and describe(eqn))
+    denial = _Denial(
+        refusal.reason,
+        step.name if eqn is not None and step is not None else None,
+        describe(step.source) if step and eqn else None,
+    )
     for site in sites:
         mode = modes.get(site, default)
         modes[site] = _NEXT_MODE.get(mode, "off")
@@ -133,9 +137,7 @@ def _run(
     recovery: Recovery, consts: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], backend: str, values: Any
 ) -> tuple[list[Any], Lowering]:
     lowering = Lowering(recovery, dict(zip([*consts, *inputs], values, strict=True)), backend)
-    results = [lowering.array(w) for w in outputs]
-    lowering.run_effects()
-    return results, lowering
+    return lowering.results(outputs), lowering
 
 
 def _trial(

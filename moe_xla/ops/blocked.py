@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from moe_xla.ops import checks
+from moe_xla.ops import checks, varying
 from moe_xla.ops.contract import Contract
 from moe_xla.ops.routing import group_ends
 
@@ -54,15 +54,18 @@ def grouped_dot(
     """[A, n]: each row times its group's matrix; see `moe_xla.ops.grouped_dot`."""
     count, (experts, *matrix) = rows.shape[0], w.shape
     k_axis = 1 if transpose_w else 0
-    out = lax.full((count, matrix[1 - k_axis]), 0, out_dtype)
+    shape = (count, matrix[1 - k_axis])
     if 0 in (count, experts, *matrix):
-        return out
+        return lax.full(shape, 0, out_dtype)
     sizes = _block_sizes(count, experts, matrix[0] * matrix[1])
     blocks = _blocks(sizes, group_sizes, count)
     dot = _dot(rows.dtype, w.dtype, 1, k_axis)
 
+    out = _zeros(shape, out_dtype, rows)
+    rows, w = _bits(rows), _bits(w)
+
     def product(first: jax.Array, size: int, w_kn: jax.Array) -> jax.Array:
-        return lax.convert_element_type(dot(_read(rows, first, size), w_kn), out_dtype)
+        return _bits(lax.convert_element_type(dot(_read(rows, first, size), w_kn), out_dtype))
 
     def over_main(expert: jax.Array, out: jax.Array) -> jax.Array:
         w_kn = _element(w, expert)
@@ -85,18 +88,20 @@ def grouped_dot(
 
     if sizes.last[-1] < count:
         out = _over_experts(blocks.split, np.int32(0), blocks.splits, over_main, out)
-    return _over_sizes(blocks, sizes, over_last, out)
+    return _floats(_over_sizes(blocks, sizes, over_last, out), out_dtype)
 
 
 def grouped_outer(a: jax.Array, b: jax.Array, group_sizes: jax.Array, *, out_dtype: Any) -> jax.Array:
     """[E, m, n]: the product of each group's rows; see `moe_xla.ops.grouped_outer`."""
     count, experts = a.shape[0], group_sizes.size
-    out = lax.full((experts, a.shape[1], b.shape[1]), 0, out_dtype)
-    if 0 in (count, *out.shape):
-        return out
+    shape = (experts, a.shape[1], b.shape[1])
+    if 0 in (count, *shape):
+        return lax.full(shape, 0, out_dtype)
     sizes = _block_sizes(count, experts, a.shape[1] * b.shape[1])
     blocks = _blocks(sizes, group_sizes, count)
     dot = _dot(a.dtype, b.dtype, 0, 0)
+    out = _zeros(shape, out_dtype, a)
+    a, b = _bits(a), _bits(b)
 
     def step(at: jax.Array, total: jax.Array) -> jax.Array:
         return total + dot(_read(a, at, sizes.main), _read(b, at, sizes.main))
@@ -106,9 +111,9 @@ def grouped_outer(a: jax.Array, b: jax.Array, group_sizes: jax.Array, *, out_dty
         total = dot(*(_read_masked(x, start, end, size) for x in (a, b)))
         if sizes.last[-1] < count:
             total = _over_main(blocks, sizes, expert, step, total)
-        return _write(out, lax.convert_element_type(total, out_dtype)[None], expert)
+        return _write(out, _bits(lax.convert_element_type(total, out_dtype))[None], expert)
 
-    return _over_sizes(blocks, sizes, over_last, out)
+    return _floats(_over_sizes(blocks, sizes, over_last, out), out_dtype)
 
 
 def reduce_groups(
@@ -118,25 +123,31 @@ def reduce_groups(
     reduce_block: Callable[[jax.Array], jax.Array],
     join: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """[E, n]: rows [A, n] reduced over each group; rows outside read as `initial`."""
+    """[E, n]: rows [A, n] reduced over each group; rows outside read as `initial`.
+
+    `reduce_block` reduces [rows, n] to [n] and `join` joins two of its results, both in float32 at least, the dtype of
+    the result.
+    """
     count, experts = rows.shape[0], group_sizes.size
-    wide = jax.eval_shape(reduce_block, jax.ShapeDtypeStruct((1, rows.shape[1]), rows.dtype)).dtype
+    dtype, wide = rows.dtype, checks.accumulator(rows.dtype)
     out = lax.broadcast(lax.convert_element_type(initial, wide), (experts, rows.shape[1]))
     if 0 in (count, *out.shape):
         return out
     size = min(_REDUCED_ROWS, count)
     ends = group_ends(group_sizes, count)
+    out, rows, fill = varying.like(out, rows), _bits(rows), _bits(lax.convert_element_type(initial, dtype))
 
     def over_expert(expert: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         start, out = state
         end = _element(ends, expert)
 
         def step(at: jax.Array, total: jax.Array) -> jax.Array:
-            return join(total, reduce_block(_read_masked(rows, at, end, size, initial)))
+            block = _floats(_read_masked(rows, at, end, size, fill), dtype)
+            return join(total, reduce_block(lax.convert_element_type(block, wide)))
 
         return end, _write(out, _stepping(start, end, size, step, _element(out, expert))[None], expert)
 
-    return lax.fori_loop(0, experts, over_expert, (lax.full((), 0, np.int32), out))[1]
+    return lax.fori_loop(0, experts, over_expert, (lax.full_like(_element(ends, np.int32(0)), 0), out))[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,18 +245,33 @@ def _stepping(
 
 
 def _dot(a_dtype: Any, b_dtype: Any, a_axis: int, b_axis: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Product of two matrices over one axis each, in their common dtype, with a wide result."""
+    """Product of two matrices, given as bits, over one axis each, in their common dtype, with a wide result."""
     common = jnp.promote_types(a_dtype, b_dtype)
 
     def dot(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.dot_general(
-            lax.convert_element_type(a, common),
-            lax.convert_element_type(b, common),
+            lax.convert_element_type(_floats(a, a_dtype), common),
+            lax.convert_element_type(_floats(b, b_dtype), common),
             (((a_axis,), (b_axis,)), ((), ())),
             preferred_element_type=checks.accumulator(common),
         )
 
     return dot
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """`x` as integers if it has 16 bits: XLA:CPU would slice and update it as float32, converting all of it each time."""
+    return lax.bitcast_convert_type(x, np.uint16) if x.dtype.itemsize == 2 else x
+
+
+def _floats(x: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of `_bits`."""
+    return lax.bitcast_convert_type(x, dtype) if x.dtype != dtype else x
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
+    """Zeros of `dtype` as bits, to carry through a loop over blocks of `like`."""
+    return varying.like(_bits(lax.full(shape, 0, dtype)), like)
 
 
 def _read(x: jax.Array, first: jax.Array, size: int) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 
 
@@ -34,7 +35,7 @@ class Contract:
     non_finite_weights: str = "only the rows of that expert, values as computed"
     temporaries: str = "none"
     needs: tuple[str, ...] = ()
-    min_jax: str = "0.10.2"
+    min_jax: tuple[int, ...] = (0, 10, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Need:
 
 def refusal(contract: Contract, need: Need) -> str | None:
     """Why `contract` does not cover `need`, or None if it does."""
+    if jax.__version_info__ < contract.min_jax:
+        return f"it needs jax {'.'.join(map(str, contract.min_jax))}, not {jax.__version__}"
     if need.platform not in contract.platforms:
         return f"it runs on {', '.join(contract.platforms)}, not on {need.platform}"
     foreign = sorted({np.dtype(d).name for d in need.dtypes} - set(contract.dtypes))

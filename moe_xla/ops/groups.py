@@ -91,7 +91,7 @@ def group_max(rows: Any, group_sizes: Any, initial: Any) -> jax.Array:
 @jax.custom_jvp
 def _group_max(rows: jax.Array, sizes: jax.Array, initial: jax.Array) -> jax.Array:
     largest = functools.partial(lax.reduce_max, axes=(0,))
-    return blocked.reduce_groups(rows, sizes, initial, largest, lax.max)
+    return lax.convert_element_type(blocked.reduce_groups(rows, sizes, initial, largest, lax.max), rows.dtype)
 
 
 @_group_max.defjvp
@@ -107,12 +107,9 @@ def _group_max_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _group_sum(rows: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
-    wide = checks.accumulator(rows.dtype)
-
-    def block_sum(block: jax.Array) -> jax.Array:
-        return lax.reduce_sum(lax.convert_element_type(block, wide), (0,))
-
-    total = blocked.reduce_groups(rows, sizes, lax.full((), 0, rows.dtype), block_sum, lax.add)
+    total = blocked.reduce_groups(
+        rows, sizes, lax.full((), 0, rows.dtype), functools.partial(lax.reduce_sum, axes=(0,)), lax.add
+    )
     return lax.convert_element_type(total, out_dtype)
 
 

@@ -19,6 +19,8 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from moe_xla.ops import varying
+
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 Transpose = Callable[..., jax.Array]
@@ -59,21 +61,7 @@ def primitive(op: LinearOp) -> core.Primitive:
 
 def bind(prim: core.Primitive, *operands: Any, **params: Any) -> jax.Array:
     """`prim.bind`, after all operands were made to vary over the same `shard_map` axes."""
-    arrays = list(operands)
-    varying = [_varying_axes(x) for x in arrays]
-    union = frozenset().union(*varying)
-    if union:
-        arrays = [_vary(x, union - axes) for x, axes in zip(arrays, varying, strict=True)]
-    return prim.bind(*arrays, **params)
-
-
-def _varying_axes(x: jax.Array) -> frozenset[Any]:
-    manual = getattr(jax.typeof(x), "manual_axis_type", None)
-    return getattr(manual, "varying", frozenset())
-
-
-def _vary(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
-    return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+    return prim.bind(*varying.aligned(operands), **params)
 
 
 def _evaluate(prim: core.Primitive, *operands: Any, **params: Any) -> jax.Array:

@@ -49,10 +49,33 @@ def plan(expert_index: Any, num_experts: int) -> Plan:
     index = checks.int_array("expert_index", expert_index)
     index = lax.reshape(index, (index.size,))
     key = lax.select((index >= 0) & (index < experts), index, lax.full_like(index, experts))
-    position = lax.iota(np.int32, index.size)
-    _, permutation = lax.sort((key, position), num_keys=1, is_stable=True)
-    _, inverse = lax.sort((permutation, position), num_keys=1)
-    return Plan(permutation, inverse, _counts(key, experts))
+    permutation = _stable_argsort(key, experts + 1)
+    return Plan(permutation, _inverse(permutation), _counts(key, experts))
+
+
+def _stable_argsort(key: jax.Array, bound: int) -> jax.Array:
+    """Positions of `key` [A], of values from 0 to before `bound`, in ascending order, equal ones in their own order."""
+    position = lax.iota(np.int32, key.size)
+    if key.size * bound > np.iinfo(np.int32).max:
+        return lax.sort((key, position), num_keys=1, is_stable=True)[1]
+    # One sort of distinct numbers is several times faster than a stable sort of pairs.
+    packed = lax.sort(key * np.int32(key.size) + position, is_stable=False)
+    return lax.rem(packed, np.int32(max(key.size, 1)))
+
+
+def _inverse(permutation: jax.Array) -> jax.Array:
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=(), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
+    )
+    position = lax.iota(np.int32, permutation.size)
+    return lax.scatter(
+        lax.full_like(permutation, 0),
+        permutation[:, None],
+        position,
+        numbers,
+        unique_indices=True,
+        mode="promise_in_bounds",
+    )
 
 
 def _counts(key: jax.Array, experts: int) -> jax.Array:

@@ -42,10 +42,8 @@ def dispatch(x: Any, plan: Plan) -> jax.Array:
     """
     x_td = checks.float_array("x", x)
     tokens, assignments = x_td.shape[0], plan.permutation.size
-    choices = _choices(tokens, assignments)
     permutation, inverse = _guarded(plan)
-    source = lax.select(permutation < assignments, permutation // max(choices, 1), lax.full_like(permutation, tokens))
-    return bind(gather_sum_p, x_td, source[:, None], lax.reshape(inverse, (tokens, choices)))
+    return _to_rows(x_td, permutation, lax.reshape(inverse, (tokens, _choices(tokens, assignments))))
 
 
 def sort_rows(values: Any, plan: Plan) -> jax.Array:
@@ -155,6 +153,12 @@ def _guarded(plan: Plan) -> tuple[jax.Array, jax.Array]:
     return permutation, lax.select(plan.inverse < kept, plan.inverse, none)
 
 
+def _to_rows(x: jax.Array, permutation: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Rows [A, ...] of x [T, ...], from the guarded indices; A, which stands for none, becomes T, out of range too."""
+    token = lax.div(permutation, np.int32(max(inverse.shape[1], 1)))
+    return bind(gather_sum_p, x, token[:, None], inverse)
+
+
 def _take(x: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`x[index]` for indices in range, any row for the others, and where they are in range (over all axes)."""
     bounded = lax.clamp(np.int32(0), index, np.int32(max(x.shape[0] - 1, 0)))
@@ -166,9 +170,9 @@ def _take(x: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     return rows, lax.broadcast_in_dim(present, rows.shape, (0,))
 
 
-def _sum_over_choices(term: Callable[[Any], jax.Array], choices: int, shape: tuple[int, ...], wide: Any) -> jax.Array:
+def _sum_over_choices(term: Callable[[Any], jax.Array], choices: int) -> jax.Array:
     if choices > _UNROLLED_CHOICES:
-        return lax.fori_loop(0, choices, lambda j, total: total + term(j), lax.full(shape, 0, wide))
+        return lax.fori_loop(1, choices, lambda j, total: total + term(j), term(0))
     total = term(0)
     for j in range(1, choices):
         total = total + term(j)
@@ -192,7 +196,7 @@ def _gather_sum(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array
 
     if choices == 1:
         return term(0, x.dtype)
-    total = _sum_over_choices(lambda j: term(j, wide), choices, shape, wide)
+    total = _sum_over_choices(lambda j: term(j, wide), choices)
     return lax.convert_element_type(total, x.dtype)
 
 
@@ -213,10 +217,6 @@ def _split(x: jax.Array, batch: int) -> jax.Array:
 
 
 def _batch_gather_sum(prim: Any, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> tuple[jax.Array, int]:
-    x, index, inverse = operands
-    if dims[1] is None and dims[2] is None:
-        last = lax.transpose(x, (*(i for i in range(x.ndim) if i != dims[0]), dims[0]))  # type: ignore[arg-type]
-        return prim.bind(last, index, inverse), index.ndim - 2 + last.ndim - 1
     x, index, inverse = _batched(operands, dims)
     batch = x.shape[0]
     flat = prim.bind(_end_to_end(x), _flat_index(index, x.shape[1]), _flat_index(inverse, index.shape[1]))
@@ -254,13 +254,7 @@ def _combine(rows: jax.Array, weights: jax.Array, permutation: jax.Array, invers
         product = lax.convert_element_type(row, wide) * weight
         return lax.select(present, product, lax.full_like(product, 0))
 
-    return lax.convert_element_type(_sum_over_choices(term, choices, shape, wide), out)
-
-
-def _to_rows(ct: jax.Array, permutation: jax.Array, inverse: jax.Array) -> jax.Array:
-    (tokens, choices), size = inverse.shape, permutation.size
-    source = lax.select(permutation < size, permutation // max(choices, 1), lax.full_like(permutation, tokens))
-    return bind(gather_sum_p, ct, source[:, None], inverse)
+    return lax.convert_element_type(_sum_over_choices(term, choices), out)
 
 
 def _combine_rows_ct(ct: jax.Array, rows: Any, weights: jax.Array, permutation: jax.Array, inverse: jax.Array) -> Any:

@@ -9,6 +9,7 @@ In: a graph and factors.  Out: facts, or None where nothing is proved.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax import numpy as jnp
@@ -351,22 +352,31 @@ def is_prefix_test(graph: Graph, test: Factor, rank: Rank) -> bool:
 
 
 def rank_sites(graph: Graph, node: Node) -> frozenset[Any]:
-    """The sites whose queue counts a value is computed from."""
-    key = ("sites", node)
+    """The sites whose queue counts stand in a node's definition: such an index is a slot."""
+    return _sites(graph, node, "sites", lambda leaf: frozenset())
+
+
+def tainting_sites(graph: Graph, node: Node) -> frozenset[Any]:
+    """The sites whose queue counts a value is computed from, also through arrays without a definition."""
+    return _sites(graph, node, "taint", lambda leaf: leaf.wire.tainted)
+
+
+def _sites(graph: Graph, node: Node, kind: str, of_leaf: Callable[[Leaf], frozenset[Any]]) -> frozenset[Any]:
+    key = (kind, node)
     if key not in graph.memo:
         if isinstance(node, Rank):
             graph.memo[key] = frozenset({node.site})
         elif isinstance(node, Leaf):
-            graph.memo[key] = node.wire.tainted
+            graph.memo[key] = of_leaf(node)
         else:
-            found = [rank_sites(graph, f.node) for f in direct_operands(node)]
+            found = [_sites(graph, f.node, kind, of_leaf) for f in direct_operands(node)]
             graph.memo[key] = frozenset().union(*found)
     sites: frozenset[Any] = graph.memo[key]
     return sites
 
 
 def depends_on_rank(graph: Graph, node: Node) -> bool:
-    """Whether a value is computed from a queue count."""
+    """Whether a queue count stands in a node's definition."""
     return bool(rank_sites(graph, node))
 
 

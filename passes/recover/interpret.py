@@ -7,13 +7,13 @@ outputs, each wire with its step and its value.  Calls are inlined where somethi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.extend as jex
 import numpy as np
 from moe_xla.passes._jax import source_of
-from moe_xla.passes.recover.facts import is_nonnegative, lower_bound, rank_of, rank_sites
+from moe_xla.passes.recover.facts import is_nonnegative, lower_bound, rank_of, rank_sites, tainting_sites
 from moe_xla.passes.recover.nodes import Ein, Graph, Leaf, Lit, Map, Node, is_boolean, is_floating, is_integer
 from moe_xla.passes.recover.program import Step, Wire
 from moe_xla.passes.recover.rules import TABLE, Context
@@ -28,8 +28,7 @@ STRUCTURAL = frozenset({"broadcast_in_dim", "transpose", "reshape", "squeeze", "
 class Recovery:
     """The state of one walk: graph, sites, and what was decided on the way."""
 
-    def __init__(self, modes: dict[Any, str], default: str, on_step: Callable[[Step], None] | None = None):
-        self._on_step = on_step
+    def __init__(self, modes: dict[Any, str], default: str):
         self.modes = modes
         self.default = default
         self.graph = Graph(self._decide)
@@ -40,7 +39,9 @@ class Recovery:
         self.slot_sizes: dict[Any, set[int]] = {}
         self.ranks: dict[Any, Node] = {}
         self.slot_wires: list[Wire] = []
+        self.steps: list[Step] = []
         self.effects: list[Step] = []
+        self._callers: list[Any] = []
         self.unentered: Step | None = None
         self._folded = False
         self._ordinal = 0
@@ -70,8 +71,12 @@ class Recovery:
         site = self._ordinal
         if self._mode(site) == "off":
             raise NoRule("this layer is left as it is written")
-        self.sites.setdefault(site, eqn)
+        self.sites.setdefault(site, self._source(eqn))
         return site
+
+    def _source(self, eqn: Any) -> Any:
+        """The equation that knows the user's line: library functions of jax are known by the call that holds them."""
+        return next((e for e in (eqn, *reversed(self._callers)) if source_of(e) is not None), eqn)
 
     def _decide(self, graph: Graph, name: str, factor: Factor, bound: float) -> bool | None:
         """Comparisons of a queue position with a literal: what is proved, and in dropless the capacity tests."""
@@ -133,8 +138,11 @@ class Recovery:
         if name in INLINED and (_may_route(eqn.params[INLINED[name]]) or not all(is_boring(w.value) for w in inputs)):
             inner = eqn.params[INLINED[name]]
             consts = [self._const(c) for c in getattr(inner, "consts", ())]
-            return self.walk(getattr(inner, "jaxpr", inner), consts, inputs)
-        step = Step(eqn, tuple(inputs))
+            self._callers.append(eqn)
+            outputs = self.walk(getattr(inner, "jaxpr", inner), consts, inputs)
+            self._callers.pop()
+            return outputs
+        step = Step(eqn, tuple(inputs), source=self._source(eqn))
         step.outputs = tuple(Wire(tuple(v.aval.shape), v.aval.dtype, step, i) for i, v in enumerate(eqn.outvars))
         if eqn.effects:
             self.effects.append(step)
@@ -145,8 +153,7 @@ class Recovery:
         ):
             self.unentered = step
         self._transfer(step)
-        if self._on_step is not None:
-            self._on_step(step)
+        self.steps.append(step)
         return list(step.outputs)
 
     def _const(self, const: Any) -> Wire:
@@ -170,7 +177,7 @@ class Recovery:
                 continue
             wire.tainted = self._sites_in(value)
             self._note_slots(wire, value)
-            if is_sealed(value) and not wire.tainted:
+            if is_sealed(value):
                 self._seal(wire, value)
             else:
                 wire.value = value
@@ -205,12 +212,10 @@ class Recovery:
     def _sites_in(self, value: Value) -> frozenset[Any]:
         found: set[Any] = set()
         for piece in value.pieces:
-            for factor in (*piece.factors, *piece.guards):
-                found |= rank_sites(self.graph, factor.node)
-                for arg in factor.args:
-                    found |= self._sites_of_term(arg)
-            for term in piece.axes:
-                found |= self._sites_of_term(term)
+            read = [*piece.factors, *piece.guards]
+            terms = [a for f in read for a in f.args] + list(piece.axes)
+            read += [p.factor for t in terms for p in parts_of(t) if isinstance(p, Idx)]
+            found = found.union(*(tainting_sites(self.graph, f.node) for f in read))
         if value.background is not None:
             found |= self._sites_in(value.background)
         return frozenset(found)

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from moe_xla.passes._jax import bind_equation
-from moe_xla.passes.recover.facts import rank_of, rank_sites
+from moe_xla.passes.recover.facts import direct_operands, rank_of, rank_sites, tainting_sites
 from moe_xla.passes.recover.interpret import Recovery
 from moe_xla.passes.recover.nodes import (
     Ein,
@@ -131,7 +131,61 @@ class Lowering:
         self.stack: list[Step] = []
         self.grouped_flops = 0
 
+        for step in recovery.steps:
+            for wire in step.outputs:
+                self.keeps(wire)
+
     # ---------------------------------------------------------------------------------------------- wires
+
+    def results(self, outputs: Sequence[Wire]) -> list[Any]:
+        """The arrays of the program's outputs; equations with effects run too."""
+        needed = self._needed([*outputs, *(w for step in self.recovery.effects for w in step.inputs)])
+        for step in self.recovery.steps:
+            for wire in step.outputs:
+                if wire in needed and not wire.slots:
+                    self._try(wire)
+        results = [self.array(w) for w in outputs]
+        self._run_effects()
+        return results
+
+    def _try(self, wire: Wire) -> None:
+        """Computes an array in program order, so that nothing is nested deeply; a refusal is for who truly needs it."""
+        depth = len(self.stack)
+        try:
+            self.array(wire)
+        except Refusal:
+            del self.stack[depth:]
+
+    def _needed(self, outputs: Sequence[Wire]) -> set[Wire]:
+        """The arrays that the outputs may need."""
+        needed: set[Wire] = set()
+        seen: set[Node] = set()
+        pending: list[Wire | Node] = list(outputs)
+        while pending:
+            item = pending.pop()
+            if isinstance(item, Node):
+                if item in seen:
+                    continue
+                seen.add(item)
+                if isinstance(item, Leaf):
+                    pending.append(item.wire)
+                else:
+                    pending += _nodes_read(direct_operands(item))
+                    pending += [item.origin] if item.origin is not None and self.keeps(item.origin) else []
+            elif item not in needed:
+                needed.add(item)
+                pending += self._reads(item)
+        return needed
+
+    def _reads(self, wire: Wire) -> list[Wire | Node]:
+        if wire in self.arrays or wire.step is None:
+            return []
+        value = wire.definition if wire.definition is not None else wire.value
+        assert value is not None
+        opaque = value.is_plain and isinstance(value.factor.node, Leaf) and value.factor.node.wire is wire
+        if opaque or self.keeps(wire):
+            return list(wire.step.inputs)
+        return _nodes_of(value)
 
     def keeps(self, wire: Wire) -> bool:
         """Whether the equation that computes a wire can run as written."""
@@ -176,7 +230,7 @@ class Lowering:
         self.arrays[wire] = result
         return result
 
-    def run_effects(self) -> None:
+    def _run_effects(self) -> None:
         """Runs the equations that have effects, in the program's order, unless an output has run them already."""
         for step in self.recovery.effects:
             if step.outputs:
@@ -276,7 +330,7 @@ class Lowering:
     def _check_positions(self, node: Map) -> None:
         if node.name in _POSITION_SAFE:
             return
-        sites = frozenset().union(*(rank_sites(self.graph, op.node) for op in node.operands))
+        sites = frozenset().union(*(tainting_sites(self.graph, op.node) for op in node.operands))
         if any(self.recovery._is_dropless(s) for s in sites):
             step = self.stack[-1] if self.stack else None
             raise Refusal(sites, f"{node.name} looks at queue positions in a way that depends on the capacity", step)
@@ -851,6 +905,21 @@ class Lowering:
 
 
 _ROW = Var(-1, 0)
+
+
+def _nodes_of(value: Value) -> list[Wire | Node]:
+    """The nodes that a value reads."""
+    nodes: list[Wire | Node] = [] if value.background is None else _nodes_of(value.background)
+    for piece in value.pieces:
+        pairs = [t for pair in piece.equalities for t in pair]
+        nodes += _nodes_read([*piece.factors, *piece.guards])
+        nodes += [p.node for t in (*piece.axes, *pairs) for p in parts_of(t) if isinstance(p, Idx)]
+    return nodes
+
+
+def _nodes_read(factors: Sequence[Factor]) -> list[Wire | Node]:
+    indices = [p.node for f in factors for a in f.args for p in parts_of(a) if isinstance(p, Idx)]
+    return [*(f.node for f in factors), *indices]
 
 
 def _sides(factors: Sequence[Factor], dense: Sequence[Var]) -> tuple[list[Factor] | None, list[Factor]]:

@@ -37,12 +37,14 @@ class Wire:
 
 @dataclasses.dataclass(eq=False)
 class Step:
-    """One equation of the program, with its inputs and outputs as wires.  `refusal` says why no rule applied."""
+    """One equation of the program, with its inputs and outputs as wires.  `refusal` says why no rule applied,
+    `source` is the equation that knows the line in the user's code."""
 
     eqn: Any
     inputs: tuple[Wire, ...]
     outputs: tuple[Wire, ...] = ()
     refusal: str | None = None
+    source: Any = None
 
     @property
     def name(self) -> str:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.extend.core.primitives as prims
+from jax import lax
+from moe_xla.passes._jax import parameters_of
 from moe_xla.passes.recover.facts import (
     bound_of,
     counts_exactly,
@@ -559,7 +561,7 @@ def materialised(graph: Graph, piece: Piece, dtype: Any) -> Factor:
     data = factors[0]
     for factor in factors[1:]:
         data = (
-            graph.map(prims.mul_p, {}, [data, factor], dtype)
+            graph.map(prims.mul_p, parameters_of(lax.mul), [data, factor], dtype)
             if not is_boolean(dtype)
             else graph.logical_and([data, factor])
         )

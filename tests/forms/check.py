@@ -2,19 +2,64 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import chex
 import jax
 import jax.extend
 import jax.numpy as jnp
+import moe_xla.passes.site
 import numpy as np
+
+import moe_xla
 
 from .form import Form
 
 # Compiling costs more than running at these sizes.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 TOLERANCE = {"float32": 2e-5, "float64": 2e-12}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What the compiler made of a program: its outputs, the sites it reports and the slot arrays it left."""
+
+    outputs: Any
+    sites: tuple[moe_xla.passes.site.Site, ...]
+    slot_arrays: list[str]
+
+
+def rewrite_and_run(form: Form, program, semantics: str, inputs) -> Outcome:
+    """Runs `program`, one of the form's at tight capacity, as `moe_jit` compiles it."""
+    step = moe_xla.moe_jit(program, semantics=semantics, compiler_options=QUICK)
+    sites = step.explain(*inputs).sites
+    left = slot_arrays(form, step.trace(*inputs).jaxpr.jaxpr, form.tight)
+    return Outcome(step(*inputs), sites, left)
+
+
+def site_errors(form: Form, sites, semantics: str) -> list[str]:
+    """What the report says other than: `form.sites` layers of the right sizes, rewritten as was asked."""
+    errors = []
+    if len(sites) != form.sites:
+        errors.append(f"{len(sites)} sites, not {form.sites}")
+    wanted = {
+        "status": "rewritten",
+        "semantics": semantics,
+        "pattern": "einsum_dispatch",
+        "reason": None,
+        "tokens": form.tokens,
+        "experts": form.experts,
+        "choices": form.choices,
+    }
+    for number, site in enumerate(sites, 1):
+        for field, value in wanted.items():
+            if (actual := getattr(site, field)) != value:
+                errors.append(f"site {number}: {field} is {actual!r}, not {value!r}")
+        if site.status != "rewritten":
+            errors.append(f"site {number} was stopped by {site.primitive} at {site.reason_source}")
+    return errors
 
 
 def quick_jit(fn):

@@ -389,13 +389,12 @@ class Parts:
     overflow: str = "less"
     masks: Masks = Masks()
     experts: Callable = mlp
-    compute: str | None = None
 
 
-def positions(parts: Parts, index_tk):
+def positions(parts: Parts, index_tk, experts=EXPERTS):
     """Position of every assignment in its expert's queue, counted from 0."""
     tokens, choices = index_tk.shape
-    queue = _to_queue(one_hot(index_tk, EXPERTS, dtype=jnp.dtype(parts.rank_dtype)), parts.order)
+    queue = _to_queue(one_hot(index_tk, experts, dtype=jnp.dtype(parts.rank_dtype)), parts.order)
     own = (index_tk.T if parts.order == "choice" else index_tk).reshape(-1)
     inclusive, rank_of = RANKS[parts.rank]
     rank, sample = rank_of(queue), SAMPLE[parts.sample]
@@ -416,22 +415,23 @@ def positions(parts: Parts, index_tk):
 
 def layer(parts: Parts, params, x, capacity):
     gate, index, probs = parts.router(params, x, parts.choices)
-    position = positions(parts, index)
+    experts = probs.shape[-1]
+    position = positions(parts, index, experts)
     dtype = gate.dtype
     slot, keep = OVERFLOW[parts.overflow](position, capacity, dtype)
-    expert = one_hot(index, EXPERTS, dtype=dtype)
+    expert = one_hot(index, experts, dtype=dtype)
     dispatch, combine = build_masks(parts.masks, gate, expert, slot, keep)
     out = parts.masks.layout
     buffer = jnp.einsum(f"{out},td->ecd", dispatch, x)
     y = jnp.einsum(f"{out},ecd->td", combine, parts.experts(params, buffer))
     load = expert[:, 0].mean(0)
-    return y.astype(x.dtype), {"balance": EXPERTS * jnp.sum(load * probs.mean(0))}
+    return y.astype(x.dtype), {"balance": experts * jnp.sum(load * probs.mean(0))}
 
 
 def dense(parts: Parts, params, x):
     """Every expert on every token, the chosen ones picked and weighted."""
     gate, index, _ = parts.router(params, x, parts.choices)
-    every = parts.experts(params, jnp.broadcast_to(x, (EXPERTS, *x.shape)))
+    every = parts.experts(params, jnp.broadcast_to(x, (params["wg"].shape[-1], *x.shape)))
     picked = every[index, jnp.arange(x.shape[0])[:, None]]
     return jnp.einsum("tk,tkd->td", gate, picked).astype(x.dtype)
 

@@ -146,9 +146,6 @@ def _gshard_router(params, x, choices):
     return gate / (gate.sum(-1, keepdims=True) + 1e-9), index, probs
 
 
-_gshard_dense = dense_of(_gshard_router, composed.mlp, 2)
-
-
 for _name, _exercises, _options in (
     ("gshard", "offset before the filter, dispatch = bool(combine)", {"filtered_offset": False, "dispatch_by": "bool"}),
     ("gshard_positive", "offset before, combine > 0", {"filtered_offset": False, "dispatch_by": "positive"}),
@@ -161,7 +158,10 @@ for _name, _exercises, _options in (
         {"filtered_offset": True, "dispatch_by": "positive", "renormalise_after": True},
     ),
 ):
-    form(_name, _exercises, choices=2, grouped=True, dense=_gshard_dense)(functools.partial(gshard, **_options))
+    _router = composed.softmax_normalised if _options.get("renormalise_after") else _gshard_router
+    form(_name, _exercises, choices=2, grouped=True, dense=dense_of(_router, composed.mlp, 2))(
+        functools.partial(gshard, **_options)
+    )
 
 
 @form("gshard_flat_int", "ungrouped, integer masks, metrics of the queues", choices=2)
@@ -485,7 +485,7 @@ def _split(masks, params, x, capacity):
     "buffer [e,c,d] reshaped to [devices, e/devices, c, d]",
     choices=2,
     experts=8,
-    tight=11,
+    tight=10,
     init=_eight_experts,
     dense=dense_of(composed.softmax_normalised, functools.partial(composed.mlp, activation=jax.nn.gelu), 2),
 )
@@ -503,7 +503,7 @@ def experts_split(params, x, capacity):
     "masks [t, devices, e/devices, c]",
     choices=2,
     experts=8,
-    tight=11,
+    tight=10,
     init=_eight_experts,
     dense=dense_of(composed.softmax_normalised, composed.mlp, 2),
 )

@@ -111,6 +111,8 @@ NAMES = frozenset(
         "lgamma",
         "digamma",
         "population_count",
+        "log2",
+        "one_minus_square",
         "clz",
         "real",
         "imag",
