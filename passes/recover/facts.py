@@ -263,6 +263,13 @@ def _bound_of_map(graph: Graph, atom: Factor, node: Map) -> int | None:
         if whole is None:
             return None
         return -(-whole // int(divisor)) if node.name == "div" else min(whole, int(divisor))
+    if node.name == "min" and is_integer(node.dtype):
+        limits = [literal(op) for op in ops if literal(op) is not None]
+        if limits and limits[0] >= 0 and all(is_nonnegative(graph, op) for op in ops):
+            return int(limits[0]) + 1
+    if node.name == "max" and is_integer(node.dtype):
+        bounds = [_bound_or_literal(graph, op) for op in ops]
+        return None if any(b is None for b in bounds) else max(b for b in bounds if b is not None)
     if node.name == "select_n":
         bounds = [_bound_or_literal(graph, op) for op in ops[1:]]
         return None if any(b is None for b in bounds) else max(b for b in bounds if b is not None)

@@ -11,13 +11,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.extend as jex
+import jax.extend.core.primitives as prims
 import numpy as np
 from moe_xla.passes._jax import source_of
-from moe_xla.passes.recover.facts import is_nonnegative, lower_bound, rank_of, rank_sites, tainting_sites
-from moe_xla.passes.recover.nodes import Ein, Graph, Leaf, Lit, Map, Node, is_boolean, is_floating, is_integer
+from moe_xla.passes.recover import prefix
+from moe_xla.passes.recover.facts import bound_of, is_nonnegative, lower_bound, rank_of, rank_sites, tainting_sites
+from moe_xla.passes.recover.nodes import Ein, Graph, Leaf, Lit, Map, Node, is_boolean, is_floating, is_integer, literal
 from moe_xla.passes.recover.program import Step, Wire
 from moe_xla.passes.recover.rules import TABLE, Context
 from moe_xla.passes.recover.rules.elementwise import NAMES as ELEMENTWISE
+from moe_xla.passes.recover.rules.elementwise import apply
+from moe_xla.passes.recover.rules.ranks import queue_counts
 from moe_xla.passes.recover.terms import Factor, Idx, parts_of
 from moe_xla.passes.recover.values import Contradiction, NoRule, Value, of_literal, of_node
 
@@ -39,6 +43,7 @@ class Recovery:
         self.slot_sizes: dict[Any, set[int]] = {}
         self.ranks: dict[Any, Node] = {}
         self.slot_wires: list[Wire] = []
+        self.ranges: dict[Wire, prefix.Ranges] = {}
         self.steps: list[Step] = []
         self.effects: list[Step] = []
         self._callers: list[Any] = []
@@ -167,6 +172,9 @@ class Recovery:
         self._folded = False
         tainted = frozenset().union(*(w.tainted for w in step.inputs)) if step.inputs else frozenset()
         values = self._rule_values(step)
+        counted = self._spelled_count(step)
+        if counted is not None:
+            values = [counted]
         for k, wire in enumerate(step.outputs):
             wire.changed = self._folded or any(w.changed for w in step.inputs)
             value = values[k] if values is not None else None
@@ -204,6 +212,42 @@ class Recovery:
         for wire, value in zip(step.outputs, values, strict=True):
             assert value.shape == wire.shape and value.dtype == wire.dtype, (name, value.shape, wire.shape)
         return values
+
+    def _spelled_count(self, step: Step) -> Value | None:
+        """A queue count that the program spells out with slices, pads and additions."""
+        ranges = prefix.ranges_of(step, self._ranges)
+        if ranges is None or ranges.base is None:
+            return None
+        self.ranges[step.outputs[0]] = ranges
+        base = ranges.base
+        if step.name == "cumsum" and ranges.inclusive and base is step.inputs[0]:
+            return None
+        if not (ranges.inclusive or ranges.exclusive) or base.value is None:
+            return None
+        wire = step.outputs[0]
+        try:
+            counts = queue_counts(self.context, base.value, ranges.axis, site=step.eqn)
+            if ranges.exclusive:
+                counts = apply(self.context, prims.sub_p, {}, [counts, base.value], wire.shape, wire.dtype)
+        except NoRule as error:
+            step.refusal = str(error)
+            return None
+        return counts
+
+    def _ranges(self, wire: Wire, axis: int) -> prefix.Ranges | None:
+        """What a wire sums of one mask along `axis` (-1: whether it is a zero)."""
+        value = wire.value
+        known = self.ranges.get(wire)
+        if known is not None:
+            return known if known.axis == axis else None
+        if value is None:
+            return None
+        if value.is_plain:
+            scalar = literal(value.factor)
+            zero = scalar is not None and scalar == 0
+            return prefix.zeros(wire.shape[axis] if axis >= 0 else 1, axis) if zero else None
+        is_mask = value.background is None and not wire.slots and len(value.pieces) == 1
+        return prefix.rows_of(wire, axis) if is_mask and axis >= 0 else None
 
     def _is_integral(self, step: Step) -> bool:
         kinds = [w.dtype for w in (*step.inputs, *step.outputs)]
@@ -256,6 +300,12 @@ class Recovery:
             axis = step.eqn.params.get("axis", len(shape) - 1) % len(shape)
             self.graph.bounds[node] = shape[axis]
             self.graph.distinct[node] = axis
+        elif step.name == "concatenate" and is_integer(wire.dtype):
+            bounds = [
+                bound_of(self.graph, w.value.factor) if w.value and w.value.is_plain else None for w in step.inputs
+            ]
+            if all(b is not None for b in bounds):
+                self.graph.bounds[node] = max(b for b in bounds if b is not None)
         elif step.name in ("argmax", "argmin"):
             self.graph.bounds[node] = step.inputs[0].shape[step.eqn.params["axes"][0]]
 

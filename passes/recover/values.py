@@ -236,6 +236,7 @@ def held_factors(graph: Graph, pieces: Iterable[Piece]) -> frozenset[Factor]:
     """Conditions that hold wherever the pieces contribute: their guards and what these imply."""
     held: set[Factor] = set()
     pending = [f for p in pieces for f in (*p.guards, *p.factors)]
+    pending += [g for p in pieces for a in p.axes if not is_slot(graph, a) for g in in_range(graph, a)]
     while pending:
         factor = pending.pop()
         if factor in held:
@@ -482,7 +483,7 @@ def under_guards(graph: Graph, factor: Factor, held: frozenset[Factor]) -> Facto
     ops = operands_at(factor)
     node = factor.node
     if node.name == "select_n" and len(ops) == 3:
-        if ops[0] in held:
+        if all(c in held for c in conjuncts(ops[0])):
             return under_guards(graph, ops[2], held)
         if is_boolean(ops[0].node.dtype) and graph.logical_not(ops[0]) in held:
             return under_guards(graph, ops[1], held)
