@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.extend as jex
 import numpy as np
+
 from moe_xla.passes._jax import bind_equation, source_of
 from moe_xla.passes.recover.interpret import Recovery, is_boring
 from moe_xla.passes.recover.nodes import is_extended, is_floating

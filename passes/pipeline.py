@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.extend as jex
+
 from moe_xla.passes.recover.facts import distinct_of
 from moe_xla.passes.recover.interpret import Recovery, describe
 from moe_xla.passes.recover.lower import Lowering, Refusal

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax import numpy as jnp
+
 from moe_xla.passes.recover.nodes import (
     Ein,
     Graph,

@@ -13,6 +13,7 @@ from typing import Any
 import jax.extend as jex
 import jax.extend.core.primitives as prims
 import numpy as np
+
 from moe_xla.passes._jax import source_of
 from moe_xla.passes.recover import prefix
 from moe_xla.passes.recover.facts import bound_of, is_nonnegative, lower_bound, rank_of, rank_sites, tainting_sites
@@ -194,7 +195,7 @@ class Recovery:
     def _rule_values(self, step: Step) -> list[Value] | None:
         name = step.name
         boring = all(is_boring(w.value) for w in step.inputs)
-        if boring and not (name in STRUCTURAL or (name in ELEMENTWISE and self._is_integral(step))):
+        if boring and not (name in STRUCTURAL or (name in ELEMENTWISE and self._is_symbolic(step))):
             return None
         rule = TABLE.get(name)
         if rule is None or any(math.prod(w.shape) == 0 for w in (*step.inputs, *step.outputs)):
@@ -249,7 +250,10 @@ class Recovery:
         is_mask = value.background is None and not wire.slots and len(value.pieces) == 1
         return prefix.rows_of(wire, axis) if is_mask and axis >= 0 else None
 
-    def _is_integral(self, step: Step) -> bool:
+    def _is_symbolic(self, step: Step) -> bool:
+        """Whether an elementwise operation on arrays is worth a definition: indices, masks and literals are."""
+        if all(w.value is not None and literal(w.value.factor) is not None for w in step.inputs):
+            return True
         kinds = [w.dtype for w in (*step.inputs, *step.outputs)]
         return any(is_integer(d) or is_boolean(d) for d in kinds)
 

@@ -20,6 +20,8 @@ import jax.extend.core.primitives as prims
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
+
+from moe_xla import ops
 from moe_xla.passes._jax import bind_equation
 from moe_xla.passes.recover.facts import direct_operands, rank_of, rank_sites, tainting_sites
 from moe_xla.passes.recover.interpret import Recovery
@@ -52,8 +54,6 @@ from moe_xla.passes.recover.terms import (
     vars_of,
 )
 from moe_xla.passes.recover.values import NoRule, Value, cast, has_slots, of_node, plain_map, scattered
-
-from moe_xla import ops
 
 # Operations through which a queue position may pass in dropless: they do not ask whether it exceeds a capacity.
 _POSITION_SAFE = frozenset(

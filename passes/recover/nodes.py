@@ -18,6 +18,7 @@ import jax
 import jax.extend.core.primitives as prims
 import numpy as np
 from jax import numpy as jnp
+
 from moe_xla.passes.recover.terms import (
     Factor,
     Idx,
@@ -367,6 +368,8 @@ class Graph:
             for i in (0, 1):
                 if values[i] is not None and values[i] == 1 and ops[1 - i].node.dtype == dtype:
                     return ops[1 - i]
+        if name == "mul" and (masked := self._fold_mask(ops, dtype)) is not None:
+            return masked
         if name in ("add", "add_any", "sub") and values[1] is not None and values[1] == 0 and is_integer(dtype):
             return ops[0]
         if name not in ("and", "or") or not is_boolean(dtype):
@@ -378,6 +381,22 @@ class Graph:
                 absorbing = bool(values[i]) == (name == "or")
                 return self.lit(name == "or", bool) if absorbing else ops[1 - i]
         return None
+
+    def _fold_mask(self, ops: tuple[Factor, ...], dtype: Any) -> Factor | None:
+        """A position times a mask is a selection: both cases are then seen by whoever uses it as a place."""
+        for mask, other in (ops, ops[::-1]):
+            is_mask = is_map(mask, "convert_element_type") and is_boolean(operands_at(mask)[0].node.dtype)
+            if is_mask and (is_integer(dtype) or self._has_rank(other.node)) and other.node.dtype == dtype:
+                return self.select(operands_at(mask)[0], other, self.lit(0, dtype))
+        return None
+
+    def _has_rank(self, node: Node) -> bool:
+        """Whether a value is a finite combination of queue counts."""
+        key = ("has_rank", node)
+        if key not in self.memo:
+            linear = isinstance(node, Map) and node.name in (*_EXACT_LINEAR, "select_n")
+            self.memo[key] = isinstance(node, Rank) or (linear and any(self._has_rank(o.node) for o in node.operands))  # type: ignore[attr-defined]
+        return bool(self.memo[key])
 
     def _fold_select(
         self, prim: Any, params: dict[str, Any], ops: tuple[Factor, ...], values: list[Any], dtype: Any

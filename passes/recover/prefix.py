@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
 from moe_xla.passes.recover.program import Step, Wire
 
 
@@ -106,7 +107,10 @@ def _common_base(parts: Sequence[Ranges]) -> Wire | None:
 
 
 def _add(step: Step, lookup: Lookup) -> Ranges | None:
-    for axis in range(len(step.outputs[0].shape)):
+    shape = step.outputs[0].shape
+    if any(w.shape != shape for w in step.inputs):
+        return None
+    for axis in range(len(shape)):
         a, b = (lookup(w, axis) for w in step.inputs)
         if a is None or b is None or a.base is None or a.base is not b.base or len(a.stop) != len(b.stop):
             continue

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from jax import numpy as jnp
+
 from moe_xla.passes.recover.nodes import Ein, Iota, Leaf, Lit, Map, Node, Pad, Rank, Slice, is_boolean
 from moe_xla.passes.recover.terms import Const, Factor, Flat, Idx, Term, Var, has_idx
 from moe_xla.passes.recover.values import Piece, Value

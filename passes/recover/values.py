@@ -21,6 +21,7 @@ from typing import Any
 
 import jax.extend.core.primitives as prims
 from jax import lax
+
 from moe_xla.passes._jax import parameters_of
 from moe_xla.passes.recover.facts import (
     bound_of,
@@ -38,6 +39,7 @@ from moe_xla.passes.recover.nodes import (
     Map,
     Node,
     is_boolean,
+    is_integer,
     is_map,
     literal,
     operands_at,
@@ -493,6 +495,8 @@ def under_guards(graph: Graph, factor: Factor, held: frozenset[Factor]) -> Facto
             guard, rest = as_condition(graph, mask)
             if guard is not None and rest is None and guard in held:
                 return under_guards(graph, other, held)
+    if node.name == "min" and any(_is_below(op, ops[1 - i], held) for i, op in enumerate(ops)):
+        return under_guards(graph, next(op for i, op in enumerate(ops) if _is_below(op, ops[1 - i], held)), held)
     if node.name in ("convert_element_type", "add", "sub", "add_any", "mul"):
         changed = [under_guards(graph, op, held) for op in ops]
         if changed != ops:
@@ -522,6 +526,20 @@ def peeled(graph: Graph, index: Factor, size: int) -> tuple[Factor, list[Factor]
                     inner, guards = peeled(graph, live, size)
                     return inner, [guard, *guards]
     return index, []
+
+
+def _is_below(factor: Factor, limit: Factor, held: frozenset[Factor]) -> bool:
+    """Whether a condition that holds keeps an integer at or below a literal limit."""
+    most = literal(limit)
+    if most is None or not is_integer(factor.node.dtype):
+        return False
+    for test in held:
+        if is_map(test, "lt", "le"):
+            left, right = operands_at(test)
+            bound = literal(right)
+            if left == factor and bound is not None and bound <= most + (1 if is_map(test, "lt") else 0):
+                return True
+    return False
 
 
 def renormalised(graph: Graph, piece: Piece) -> Piece | None:
@@ -687,6 +705,8 @@ def normalised(graph: Graph, value: Value) -> Value:
     """The simplest form of a value: plain where it can be, one array where only its index structure is left."""
     if value.is_plain:
         return value
+    if value.background is not None and _fills_all(value):
+        value = dataclasses.replace(value, background=None)
     if value.background is not None:
         if all(literal(g) is None for p in value.pieces for g in p.guards):
             return value
@@ -700,15 +720,20 @@ def normalised(graph: Graph, value: Value) -> Value:
     value = Value(value.shape, value.dtype, pieces)
     if not any(has_idx(a) for p in pieces for a in p.axes):
         return _as_plain(graph, value)
-    if has_slots(graph, value) or is_boolean(value.dtype) or _is_mask(graph, value):
+    if has_slots(graph, value) or is_boolean(value.dtype):
         return value
     if any(p.equalities or _is_outer(p) for p in pieces) or has_unique_cells(graph, value):
         return value
     return scattered(graph, value)
 
 
-def _is_mask(graph: Graph, value: Value) -> bool:
-    return all(not p.factors or all(depends_on_rank(graph, f.node) for f in p.factors) for p in value.pieces)
+def _fills_all(value: Value) -> bool:
+    """Whether a piece hits every cell, so that nothing is left to the background."""
+    if len(value.pieces) != 1:
+        return False
+    piece = value.pieces[0]
+    free = not (piece.guards or piece.equalities or piece.hidden or piece.points)
+    return free and not any(isinstance(part, Const) for a in piece.axes for part in parts_of(a))
 
 
 def _as_plain(graph: Graph, value: Value) -> Value:

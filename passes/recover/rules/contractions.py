@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core.primitives as prims
+
 from moe_xla.passes.recover.nodes import Graph, is_boolean
 from moe_xla.passes.recover.rules.table import Context, rule
 from moe_xla.passes.recover.terms import Factor, Idx, Var, has_idx, term_vars, vars_of
@@ -47,9 +48,20 @@ def product(
 ) -> Value:
     """Σ over joined axes that are not in `out` of left · right; both without background."""
     left, right = cast(context.graph, left, dtype), cast(context.graph, right, dtype)
+    endless = [
+        (a, b)
+        for a, b in joined
+        if (("left", a) not in out and ("right", b) not in out)
+        and (
+            any(context.is_unbounded(p.axes[a]) for p in left.pieces)
+            or any(context.is_unbounded(q.axes[b]) for q in right.pieces)
+        )
+    ]
     pieces = []
     for p in left.pieces:
         for q in right.pieces:
+            if any(not has_idx(p.axes[a]) and not has_idx(q.axes[b]) for a, b in endless):
+                raise NoRule("a sum over all cells of a slot axis without bound")
             piece = _product_piece(context, p, q.renamed(), joined, out, dtype)
             if piece is not None:
                 dense = not any(has_idx(a) for a in p.axes + q.axes) and not p.equalities and not q.equalities
@@ -107,16 +119,15 @@ def dot_general(context: Context, eqn: Any, left: Value, right: Value) -> Value:
     shape = eqn.outvars[0].aval.shape
     if left.background is None and right.background is None:
         return product(context, left, right, joined, out, shape, dtype)
+    ways = [_dot_covered]
     for value, other, axes in ((left, right, contract_l), (right, left, contract_r)):
         if value.background is not None and other.is_plain and _is_cellwise(context.graph, value, axes):
-            return _dot_with_background(context, left, right, joined, out, shape, dtype)
-    try:
-        return _dot_covered(context, left, right, joined, out, shape, dtype)
-    except NoRule:
-        if any(
-            context.is_unbounded(a) for v in (left, right) if v.background is not None for p in v.pieces for a in p.axes
-        ):
-            raise
+            ways.insert(0, _dot_with_background)
+    for way in ways:
+        try:
+            return way(context, left, right, joined, out, shape, dtype)
+        except NoRule:
+            continue
     sums = additive(context.graph, left), additive(context.graph, right)
     return product(context, *sums, joined, out, shape, dtype)
 
@@ -137,6 +148,8 @@ def _dot_with_background(context: Context, left: Value, right: Value, *spec: Any
         return product(context, value, other, *spec) if first else product(context, other, value, *spec)
 
     rows = dot(Value(structured.shape, structured.dtype, structured.pieces))
+    if any(p.hidden for p in rows.pieces):
+        raise NoRule("rows that meet every token")
     assert structured.background is not None
     background = dot(structured.background)
     if not background.is_plain:
@@ -238,7 +251,9 @@ def reduce_max(context: Context, eqn: Any, value: Value) -> Value:
     for piece in value.pieces:
         kept = tuple(a for i, a in enumerate(piece.axes) if i not in axes)
         gone = [piece.axes[i] for i in axes]
-        if not set(vars_of(gone)) <= set(vars_of(kept)) or not all(isinstance(a, Idx) or a.size == 1 for a in gone):
+        if not set(vars_of(gone)) <= set(vars_of(kept)) or not all(
+            isinstance(a, (Idx, Var)) or a.size == 1 for a in gone
+        ):
             raise NoRule("a maximum over cells of several assignments")
         data = materialised(graph, piece.replace(guards=()), value.dtype)
         for guard in [g for a in gone for g in _existence(context, a)]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.extend.core.primitives as prims
 import numpy as np
+
 from moe_xla.passes.recover.nodes import (
     Graph,
     Iota,
@@ -112,6 +113,7 @@ NAMES = frozenset(
         "digamma",
         "population_count",
         "log2",
+        "name",
         "one_minus_square",
         "clz",
         "real",

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.extend.core.primitives as prims
 import numpy as np
+
 from moe_xla.passes.recover.nodes import Graph, literal
 from moe_xla.passes.recover.rules.table import Context, rule
 from moe_xla.passes.recover.terms import (
