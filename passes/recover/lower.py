@@ -129,6 +129,7 @@ class Lowering:
         self.layouts: dict[Node, Layout | None] = {}
         self.groupings: dict[Node, Grouping | None] = {}
         self.stack: list[Step] = []
+        self.tokens: dict[Node, int] = {}
         self.grouped_flops = 0
 
         for step in recovery.steps:
@@ -658,6 +659,8 @@ class Lowering:
                     digit = lax.rem(digit, np.int32(v.size))
                 place = digit if place is None else place * np.int32(v.size) + digit
             self.rows[key] = place
+            if len(used) < len(points):
+                self.tokens[index.node] = math.prod(v.size for v in used)
         return self.rows[key]
 
     # ------------------------------------------------------------------------------------------- einsums

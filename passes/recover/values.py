@@ -15,6 +15,7 @@ background the two are the same and masks are kept as guards.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -257,13 +258,23 @@ def solve(graph: Graph, solved: dict[Var, Term], equal: set[tuple[Idx, Idx]], pi
     """Discharges equalities by provenance; extends `solved`, returns the equalities left."""
     while True:
         equal = {(resolve(a, solved), resolve(b, solved)) for a, b in equal}  # type: ignore[misc]
-        equal = {(a, b) for a, b in equal if not same_term(graph, a, b)}
+        equal = _whole({(a, b) for a, b in equal if not same_term(graph, a, b)})
         held = held_factors(graph, [p.substitute({v: resolve(v, solved) for v in p.variables}) for p in pieces])
         for pair in sorted(equal, key=repr):
             if _discharge(graph, pair, equal, held, solved):
                 break
         else:
             return frozenset(equal)
+
+
+def _whole(equal: set[tuple[Idx, Idx]]) -> set[tuple[Idx, Idx]]:
+    """Equal quotients and equal remainders are one equality of the index that was split."""
+    for (a_high, b_high), (a_low, b_low) in itertools.permutations(equal, 2):
+        for x_low, y_low in ((a_low, b_low), (b_low, a_low)):
+            a, b = flatten((a_high, x_low)), flatten((b_high, y_low))
+            if isinstance(a, Idx) and isinstance(b, Idx):
+                return _whole((equal - {(a_high, b_high), (a_low, b_low)}) | {(a, b)})
+    return equal
 
 
 def _known_equal(graph: Graph, a: Term, b: Term, equal: set[tuple[Idx, Idx]]) -> bool:
@@ -528,6 +539,17 @@ def peeled(graph: Graph, index: Factor, size: int) -> tuple[Factor, list[Factor]
     return index, []
 
 
+def _literal_places(piece: Piece) -> Piece | None:
+    """Indices that are literals as fixed places; None where one is off its axis."""
+    axes = []
+    for axis in piece.axes:
+        value = literal(axis.factor) if isinstance(axis, Idx) else None
+        if value is not None and not (0 <= value < axis.size and value == int(value)):
+            return None
+        axes.append(axis if value is None else Const(int(value), axis.size))
+    return piece.replace(axes=tuple(axes))
+
+
 def _is_below(factor: Factor, limit: Factor, held: frozenset[Factor]) -> bool:
     """Whether a condition that holds keeps an integer at or below a literal limit."""
     most = literal(limit)
@@ -544,7 +566,8 @@ def _is_below(factor: Factor, limit: Factor, held: frozenset[Factor]) -> bool:
 
 def renormalised(graph: Graph, piece: Piece) -> Piece | None:
     """The piece with its places simplified by its own guards; None where it is empty."""
-    result = masks_to_guards(graph, piece)
+    fixed = _literal_places(piece)
+    result = masks_to_guards(graph, fixed) if fixed is not None else None
     if result is None:
         return None
     held = held_factors(graph, [result])
