@@ -1,6 +1,8 @@
 """The only module that imports private parts of jax.
 
-`source_of` needs the user's frame of an equation; `jax.extend.source_info_util` is its public place where it exists.
+`bind_checkpoint` turns the constants of a traced body into inputs, as `jax.checkpoint` itself does; there is no public
+way to.  `source_of` needs the user's frame of an equation; `jax.extend.source_info_util` is its public place where it
+exists.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import source_info_util
+from jax._src.interpreters import partial_eval
 
 
 def source_of(eqn: Any) -> str | None:
@@ -34,3 +37,11 @@ def bind_equation(eqn: Any, inputs: Any) -> list[Any]:
     with eqn.ctx.manager:
         results = eqn.primitive.bind(*subfuns, *inputs, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def bind_checkpoint(eqn: Any, body: Any, arrays: Any) -> list[Any]:
+    """Runs `body` as the body of a checkpoint equation: with its policy, and rematerialised as it is."""
+    avals = [jax.typeof(a) for a in arrays]
+    closed = jax.make_jaxpr(body)(*avals)
+    jaxpr = partial_eval.convert_constvars_jaxpr(closed.jaxpr)
+    return list(eqn.primitive.bind(*closed.consts, *arrays, **{**eqn.params, "jaxpr": jaxpr}))

@@ -2,7 +2,8 @@
 
 In: a closed jaxpr and concrete inputs.  Out: one line for each equation whose value, turned into an array the slow way
 (`recover.reference`), differs from plain evaluation; the first line names the first fault.  Values are those of the
-`exact` semantics, which must equal the program as written to rounding.
+`exact` semantics, which must equal the program as written to rounding.  Bodies of scans and checkpoints count as one
+equation.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from moe_xla.passes.recover.interpret import Recovery, is_boring
 from moe_xla.passes.recover.nodes import is_extended, is_floating
 from moe_xla.passes.recover.program import Step, Wire
 from moe_xla.passes.recover.reference import Reference, TooLarge
+from moe_xla.passes.recover.session import Session
 from moe_xla.passes.recover.values import Value
 
 
@@ -36,7 +38,7 @@ def compare_every_equation(
       One line per differing equation, in program order; empty where all agree.
     """
     del options
-    recovery = Recovery({}, "exact")
+    recovery = Recovery(Session({}, "exact", enters=False))
     wires = [recovery.input(v.aval.shape, v.aval.dtype) for v in (*closed.jaxpr.constvars, *closed.jaxpr.invars)]
     count = len(closed.jaxpr.constvars)
     recovery.walk(closed.jaxpr, wires[:count], wires[count:])

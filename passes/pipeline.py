@@ -21,7 +21,8 @@ import jax.extend as jex
 from moe_xla.passes.recover.facts import distinct_of
 from moe_xla.passes.recover.interpret import Recovery, describe
 from moe_xla.passes.recover.lower import Lowering, Refusal
-from moe_xla.passes.recover.nodes import Rank
+from moe_xla.passes.recover.nodes import Graph, Rank
+from moe_xla.passes.recover.session import Session
 from moe_xla.passes.site import KEPT, REWRITTEN, Site
 
 PATTERNS = ("einsum_dispatch",)
@@ -75,30 +76,31 @@ def rewrite_jaxpr(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritt
     denials: dict[Any, _Denial] = {}
     layers: dict[Any, _Layer] = {}
     while True:
-        recovery = Recovery(modes, options.semantics)
+        session = Session(modes, options.semantics)
+        recovery = Recovery(session)
         inputs = [recovery.input(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
         consts = [recovery.input(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.constvars]
         outputs = recovery.walk(closed.jaxpr, consts, inputs)
-        for layer in _layers(recovery):
+        session.unite_recomputed()
+        for layer in _layers(session):
             layers.setdefault(layer.key[0], layer)
-        roots = {recovery.root(s) for w in recovery.slot_wires for s in w.slots}
-        if not roots:
+        if not session.slot_wires:
             return Rewritten(as_written, _sites(layers, modes, denials, options, 0))
         refusal = (
-            _unentered(recovery)
-            or _inconsistent_capacity(recovery)
+            _unentered(session)
+            or _inconsistent_capacity(session)
             or _trial(closed, recovery, consts, inputs, outputs, options.backend)
         )
         if not isinstance(refusal, Refusal):
             evaluate = _evaluator(closed, recovery, consts, inputs, outputs, options.backend)
             return Rewritten(evaluate, _sites(layers, modes, denials, options, refusal))
-        _step_down(recovery, refusal, modes, denials, options.semantics)
+        _step_down(session, refusal, modes, denials, options.semantics)
 
 
 def _step_down(
-    recovery: Recovery, refusal: Refusal, modes: dict[Any, str], denials: dict[Any, _Denial], default: str
+    session: Session, refusal: Refusal, modes: dict[Any, str], denials: dict[Any, _Denial], default: str
 ) -> None:
-    sites = {s for site in refusal.sites for s in recovery.group(site)} or set(recovery.sites)
+    sites = session.bound_together(refusal.sites) or set(session.sources)
     step = refusal.step
     eqn = step.eqn if step is not None and step.outputs else None
     denial = _Denial(
@@ -112,21 +114,21 @@ def _step_down(
         denials[site] = denial
 
 
-def _unentered(recovery: Recovery) -> Refusal | None:
+def _unentered(session: Session) -> Refusal | None:
     """A body that runs as written may recompute positions with the capacity; dropless must not differ from it."""
-    dropless = frozenset(s for s in recovery.sites if recovery._is_dropless(s))
-    if recovery.unentered is None or not dropless:
+    dropless = frozenset(s for s in session.sources if session.is_dropless(s))
+    if session.unentered is None or not dropless:
         return None
-    name = recovery.unentered.name
-    return Refusal(dropless, f"queue positions are counted inside {name}, which is run as written", recovery.unentered)
+    name = session.unentered.name
+    return Refusal(dropless, f"queue positions are counted inside {name}, which is run as written", session.unentered)
 
 
-def _inconsistent_capacity(recovery: Recovery) -> Refusal | None:
+def _inconsistent_capacity(session: Session) -> Refusal | None:
     """Dropless takes every test of a position against a literal for the capacity; they must agree on one."""
     by_root: dict[Any, list[float]] = {}
-    for site, thresholds in recovery.thresholds.items():
-        if recovery._is_dropless(site):
-            by_root.setdefault(recovery.root(site), []).extend(thresholds)
+    for site, thresholds in session.thresholds.items():
+        if session.is_dropless(site):
+            by_root.setdefault(session.root(site), []).extend(thresholds)
     for root, thresholds in by_root.items():
         if max(thresholds) - min(thresholds) > 1:
             found = f"{min(thresholds):g} and {max(thresholds):g}"
@@ -178,33 +180,33 @@ def _evaluator(
     return evaluate
 
 
-def _layers(recovery: Recovery) -> list[_Layer]:
+def _layers(session: Session) -> list[_Layer]:
     """The sites of a walk: queue counts whose positions stand on a slot axis, grouped by layer."""
     groups: dict[Any, list[Any]] = {}
-    for wire in recovery.slot_wires:
+    for wire in session.slot_wires:
         for site in wire.slots:
-            members = groups.setdefault(recovery.root(site), [])
+            members = groups.setdefault(session.root(site), [])
             if site not in members:
                 members.append(site)
-    return [_layer(recovery, sorted(members)) for _, members in sorted(groups.items())]
+    return [_layer(session, sorted(members)) for _, members in sorted(groups.items())]
 
 
-def _layer(recovery: Recovery, members: list[Any]) -> _Layer:
-    ranks = [n for n in recovery.graph._table.values() if isinstance(n, Rank) and n.site in members]
-    assignments = sum({n.site: _count(n) for n in ranks}.values())
-    choices = max((_choices(recovery, n) for n in ranks), default=1)
-    tokens = max((_count(n) // _choices(recovery, n) for n in ranks), default=0)
-    thresholds = [t for s in members for t in recovery.thresholds.get(s, ())]
-    sizes = [n for s in members for n in recovery.slot_sizes.get(s, ())]
+def _layer(session: Session, members: list[Any]) -> _Layer:
+    ranks = [(g, n) for g, n in session.ranks if n.site in members]
+    assignments = sum({n.site: _count(n) for _, n in ranks if n.site not in session.recomputed}.values())
+    choices = max((_choices(g, n) for g, n in ranks), default=1)
+    tokens = max((_count(n) // _choices(g, n) for g, n in ranks), default=0)
+    thresholds = [t for s in members for t in session.thresholds.get(s, ())]
+    sizes = [n for s in members for n in session.slot_sizes.get(s, ())]
     capacity = int(min(thresholds)) if thresholds else (min(sizes) if sizes else None)
-    removed = sum(math.prod(w.shape) * w.dtype.itemsize for w in recovery.slot_wires if set(w.slots) & set(members))
+    removed = sum(math.prod(w.shape) * w.dtype.itemsize for w in session.slot_wires if set(w.slots) & set(members))
     del choices
     return _Layer(
         tuple(members),
-        describe(recovery.sites[members[0]]),
+        describe(session.sources[members[0]]),
         assignments,
         tokens,
-        max((n.index.size for n in ranks), default=0),
+        max((n.index.size for _, n in ranks), default=0),
         capacity,
         removed,
     )
@@ -214,8 +216,8 @@ def _count(rank: Rank) -> int:
     return math.prod(v.size for v in (*rank.batch, *rank.order, *rank.many))
 
 
-def _choices(recovery: Recovery, rank: Rank) -> int:
-    fact = distinct_of(recovery.graph, rank.index.factor)
+def _choices(graph: Graph, rank: Rank) -> int:
+    fact = distinct_of(graph, rank.index.factor)
     return fact.along.size if fact is not None else 1
 
 

@@ -23,6 +23,8 @@ from moe_xla.passes.recover.rules import TABLE, Context
 from moe_xla.passes.recover.rules.elementwise import NAMES as ELEMENTWISE
 from moe_xla.passes.recover.rules.elementwise import apply
 from moe_xla.passes.recover.rules.ranks import queue_counts
+from moe_xla.passes.recover.scopes import CHECKPOINTS, SCANS, Entrance, Exit, Scope
+from moe_xla.passes.recover.session import Path, Session
 from moe_xla.passes.recover.terms import Factor, Idx, parts_of
 from moe_xla.passes.recover.values import Contradiction, NoRule, Value, of_literal, of_node
 
@@ -31,54 +33,35 @@ STRUCTURAL = frozenset({"broadcast_in_dim", "transpose", "reshape", "squeeze", "
 
 
 class Recovery:
-    """The state of one walk: graph, sites, and what was decided on the way."""
+    """The walk over one scope: its graph, and the wires and steps it found."""
 
-    def __init__(self, modes: dict[Any, str], default: str):
-        self.modes = modes
-        self.default = default
+    def __init__(self, session: Session, path: Path = (), recomputing: bool = False):
+        self.session = session
         self.graph = Graph(self._decide)
-        self.context = Context(self.graph, self._is_dropless, self._site_of)
-        self.sites: dict[Any, Any] = {}
-        self.parent: dict[Any, Any] = {}
-        self.thresholds: dict[Any, list[float]] = {}
-        self.slot_sizes: dict[Any, set[int]] = {}
-        self.ranks: dict[Any, Node] = {}
-        self.slot_wires: list[Wire] = []
+        self.context = Context(self.graph, session.is_dropless, self._site_of, self._note_rank)
         self.ranges: dict[Wire, prefix.Ranges] = {}
-        self.steps: list[Step] = []
-        self.effects: list[Step] = []
+        self.steps: list[Step | Scope] = []
+        self.effects: list[Step | Scope] = []
+        self._path = path
+        self._recomputing = recomputing
         self._callers: list[Any] = []
-        self.unentered: Step | None = None
         self._folded = False
-        self._ordinal = 0
 
     # ---------------------------------------------------------------------------------------------- sites
 
-    def root(self, site: Any) -> Any:
-        while self.parent.get(site, site) != site:
-            site = self.parent[site]
-        return site
-
-    def group(self, site: Any) -> list[Any]:
-        return [s for s in self.sites if self.root(s) == self.root(site)]
-
-    def _union(self, sites: frozenset[Any]) -> None:
-        roots = sorted({self.root(s) for s in sites})
-        for other in roots[1:]:
-            self.parent[other] = roots[0]
-
-    def _mode(self, site: Any) -> str:
-        return self.modes.get(site, self.default)
-
-    def _is_dropless(self, site: Any) -> bool:
-        return self._mode(site) == "dropless"
-
-    def _site_of(self, eqn: Any) -> Any:
-        site = self._ordinal
-        if self._mode(site) == "off":
+    def _site_of(self, eqn: Any) -> Path:
+        site, session = self._path, self.session
+        if session.mode(site) == "off":
             raise NoRule("this layer is left as it is written")
-        self.sites.setdefault(site, self._source(eqn))
+        source = self._source(eqn)
+        session.sources.setdefault(site, source)
+        session.signatures[site] = (source_of(source), tuple(v.aval.shape for v in eqn.outvars))
+        if self._recomputing:
+            session.recomputed.add(site)
         return site
+
+    def _note_rank(self, graph: Graph, rank: Node) -> None:
+        self.session.ranks.append((graph, rank))
 
     def _source(self, eqn: Any) -> Any:
         """The equation that knows the user's line: library functions of jax are known by the call that holds them."""
@@ -104,8 +87,8 @@ class Recovery:
             return None
         strict = name in ("lt", "ge")
         threshold = (math.ceil(bound) if strict else math.floor(bound) + 1) - 1 - fact.constant
-        self.thresholds.setdefault(fact.rank.site, []).append(threshold)
-        if not self._is_dropless(fact.rank.site):
+        self.session.thresholds.setdefault(fact.rank.site, []).append(threshold)
+        if not self.session.is_dropless(fact.rank.site):
             return None
         self._folded = True
         return name in ("lt", "le", "min")
@@ -133,36 +116,100 @@ class Recovery:
         def read(atom: Any) -> Wire:
             return self.literal(atom) if isinstance(atom, jex.core.Literal) else wires[atom]
 
-        for eqn in jaxpr.eqns:
+        path = self._path
+        for place, eqn in enumerate(jaxpr.eqns):
+            self._path = (*path, place)
             outputs = self._equation(eqn, [read(a) for a in eqn.invars])
             wires.update(zip(eqn.outvars, outputs, strict=True))
+        self._path = path
         return [read(a) for a in jaxpr.outvars]
 
     def _equation(self, eqn: Any, inputs: Sequence[Wire]) -> list[Wire]:
-        self._ordinal += 1
         name = eqn.primitive.name
         if name in INLINED and (_may_route(eqn.params[INLINED[name]]) or not all(is_boring(w.value) for w in inputs)):
             inner = eqn.params[INLINED[name]]
-            consts = [self._const(c) for c in getattr(inner, "consts", ())]
+            consts = [self.constant(c) for c in getattr(inner, "consts", ())]
             self._callers.append(eqn)
             outputs = self.walk(getattr(inner, "jaxpr", inner), consts, inputs)
             self._callers.pop()
             return outputs
+        entered = self._entered(eqn, inputs)
+        if entered is not None:
+            return entered
         step = Step(eqn, tuple(inputs), source=self._source(eqn))
         step.outputs = tuple(Wire(tuple(v.aval.shape), v.aval.dtype, step, i) for i, v in enumerate(eqn.outvars))
         if eqn.effects:
             self.effects.append(step)
-        if (
-            self.unentered is None
-            and name not in INLINED
-            and any(_counts(j) for j in jex.core.jaxprs_in_params(eqn.params))
-        ):
-            self.unentered = step
+        if name not in INLINED and any(_counts(j) for j in jex.core.jaxprs_in_params(eqn.params)):
+            self.session.unentered = self.session.unentered or step
         self._transfer(step)
         self.steps.append(step)
         return list(step.outputs)
 
-    def _const(self, const: Any) -> Wire:
+    # --------------------------------------------------------------------------------------------- scopes
+
+    def adopt(self, wire: Wire, value: Value) -> None:
+        """Takes a value that was rebuilt from another scope."""
+        wire.tainted = self._sites_in(value)
+        wire.value = value
+        self._note_slots(wire, value)
+        wire.changed = wire.changed or any(self.session.is_dropless(s) for s in wire.tainted)
+
+    def _entered(self, eqn: Any, inputs: Sequence[Wire]) -> list[Wire] | None:
+        """The outputs of a scan or checkpoint whose body holds, or is given, a layer; None where it runs as written."""
+        name = eqn.primitive.name
+        if not self.session.enters or name not in SCANS | CHECKPOINTS:
+            return None
+        if name in SCANS and eqn.params["length"] < 2:
+            return None
+        given = any(w.slots or w.changed for w in inputs)
+        if not given and not _counts(eqn.params["jaxpr"]):
+            return None
+        found = len(self.session.slot_wires)
+        again = self._recomputing or bool(eqn.params.get("differentiated", False))
+        scope = Scope(eqn, Recovery(self.session, self._path, again), source=self._source(eqn))
+        outputs = self._scan(scope, inputs) if scope.is_scan else self._checkpoint(scope, inputs)
+        if not given and len(self.session.slot_wires) == found:
+            return None
+        self.steps.append(scope)
+        if eqn.effects:
+            self.effects.append(scope)
+        return outputs
+
+    def _scan(self, scope: Scope, inputs: Sequence[Wire]) -> list[Wire]:
+        params = scope.eqn.params
+        consts, carries = params["num_consts"], params["num_carry"]
+        entrance, inner = Entrance(scope, self.graph), scope.recovery
+        starts = [inner.input(w.shape, w.dtype) for w in inputs[consts : consts + carries]]
+        given = [entrance.whole(w) for w in inputs[:consts]] + starts
+        given += [entrance.slice(w) for w in inputs[consts + carries :]]
+        body = params["jaxpr"]
+        results = inner.walk(body.jaxpr, [inner.constant(c) for c in body.consts], given)
+        scope.carries = list(zip(inputs[consts : consts + carries], starts, results[:carries], strict=True))
+        scope.carried = [self._outer(scope, v) for v in scope.eqn.outvars[:carries]]
+        exit_ = Exit(scope, self)
+        stacked = [self._left(exit_, w, v) for w, v in zip(results[carries:], scope.eqn.outvars[carries:], strict=True)]
+        return [*scope.carried, *stacked]
+
+    def _checkpoint(self, scope: Scope, inputs: Sequence[Wire]) -> list[Wire]:
+        entrance, inner = Entrance(scope, self.graph), scope.recovery
+        results = inner.walk(scope.eqn.params["jaxpr"], [], [entrance.whole(w) for w in inputs])
+        exit_ = Exit(scope, self)
+        return [self._left(exit_, w, v) for w, v in zip(results, scope.eqn.outvars, strict=True)]
+
+    def _outer(self, scope: Scope, var: Any) -> Wire:
+        wire = self.input(var.aval.shape, var.aval.dtype)
+        wire.step = scope
+        return wire
+
+    def _left(self, exit_: Exit, inner: Wire, var: Any) -> Wire:
+        """The outer wire of what a body returns."""
+        wire = self._outer(exit_.scope, var)
+        self.adopt(wire, exit_.value(inner, wire))
+        wire.changed = wire.changed or (inner.changed and not is_boring(wire.value))
+        return wire
+
+    def constant(self, const: Any) -> Wire:
         wire = Wire(tuple(np.shape(const)), const.dtype)
         wire.value = of_node(self.graph.leaf(wire, wire.shape, wire.dtype))
         wire.step = Step(const, ())
@@ -280,12 +327,12 @@ class Recovery:
                     here = self._sites_of_term(part)
                     sites |= here
                     for site in here:
-                        self.slot_sizes.setdefault(site, set()).add(part.size)
+                        self.session.slot_sizes.setdefault(site, set()).add(part.size)
         wire.slots = sites
         if sites:
-            self._union(sites)
-            self.slot_wires.append(wire)
-            wire.changed = wire.changed or any(self._is_dropless(s) for s in sites)
+            self.session.unite(sites)
+            self.session.slot_wires.append(wire)
+            wire.changed = wire.changed or any(self.session.is_dropless(s) for s in sites)
 
     def _seal(self, wire: Wire, definition: Value | None) -> None:
         wire.definition = definition

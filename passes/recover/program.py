@@ -18,7 +18,8 @@ from moe_xla.passes.recover.values import Value
 class Wire:
     """One array of the program.
 
-    `step` computes it as written (None for an input).  `value` is what the algebra knows.  `changed` says that the
+    `step` computes it as written: None for an input, a `Scope` where a scan or
+    checkpoint body was entered.  `value` is what the algebra knows.  `changed` says that the
     rewritten program holds another array here than the program as written (dropless), so the step must not be run on
     the original inputs.  `slots` names the sites whose slot axis the array has: it must not be built.  `tainted` names
     the sites whose queue positions flow into it.
@@ -26,7 +27,7 @@ class Wire:
 
     shape: tuple[int, ...]
     dtype: Any
-    step: Step | None = None
+    step: Any = None
     index: int = 0
     value: Value | None = None
     definition: Value | None = None

@@ -139,7 +139,8 @@ class Value:
         piece = self.pieces[0]
         if len(piece.factors) != 1 or piece.coef != 1 or piece.guards or piece.equalities:
             return False
-        return not any(has_idx(a) for a in piece.axes) and not piece.hidden
+        places = [part for a in piece.axes for part in parts_of(a) if part.size != 1]
+        return all(isinstance(p, Var) for p in places) and len(set(places)) == len(places) and not piece.hidden
 
     @property
     def factor(self) -> Factor:

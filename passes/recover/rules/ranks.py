@@ -40,7 +40,7 @@ def queue_counts(context: Context, value: Value, axis: int, site: Any) -> Value:
     used = set(vars_of([index])) | {v for g in piece.guards for v in vars_of(g.args)}
     if not order or len({*order, *batch}) != len(order) + len(batch) or not set(many) <= used:
         raise NoRule("a cumulative sum along an axis that is not the queue's")
-    counts = context.graph.rank(index, batch, order, many, piece.guards, value.dtype, context.site_of(site))
+    counts = context.count(index, batch, order, many, piece.guards, value.dtype, site)
     expert = fresh(index.size)
     axes = tuple(expert if i == experts[0] else a for i, a in enumerate(piece.axes))
     return plain(value.shape, axes, Factor(counts.node, (*counts.args, expert)))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from moe_xla.passes.recover.facts import rank_of
 from moe_xla.passes.recover.nodes import Graph
-from moe_xla.passes.recover.terms import Flat, Idx, Term
+from moe_xla.passes.recover.terms import Factor, Flat, Idx, Term
 from moe_xla.passes.recover.values import Value
 
 Rule = Callable[..., Value | list[Value]]
@@ -34,6 +34,22 @@ class Context:
     graph: Graph
     is_dropless: Callable[[Any], bool]
     site_of: Callable[[Any], Any]
+    on_rank: Callable[[Graph, Any], None] = lambda graph, rank: None
+
+    def count(
+        self,
+        index: Idx,
+        batch: Sequence[Any],
+        order: Sequence[Any],
+        many: Sequence[Any],
+        guards: Any,
+        dtype: Any,
+        eqn: Any,
+    ) -> Factor:
+        """A queue count that an equation of the program makes."""
+        factor = self.graph.rank(index, batch, order, many, guards, dtype, self.site_of(eqn))
+        self.on_rank(self.graph, factor.node)
+        return factor
 
     def is_unbounded(self, term: Term) -> bool:
         """Whether a place stands on a slot axis without a bound."""

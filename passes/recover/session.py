@@ -1,0 +1,65 @@
+"""What is known of a program's layers across all its scopes: sites, what is asked of each, and their capacity.
+
+A *site* is named by the path of the equation that counts its queue, so that it keeps its name whatever is decided.
+
+In: facts reported while a program is walked.  Out: the mode of each site, and which sites are one layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+Path = tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Session:
+    """One walk over a program: `modes` says what is asked of a site, `default` of every other one;
+    `enters` whether bodies of scans and checkpoints are walked too."""
+
+    modes: dict[Path, str]
+    default: str
+    enters: bool = True
+    sources: dict[Path, Any] = dataclasses.field(default_factory=dict)
+    signatures: dict[Path, Any] = dataclasses.field(default_factory=dict)
+    recomputed: set[Path] = dataclasses.field(default_factory=set)
+    thresholds: dict[Path, list[float]] = dataclasses.field(default_factory=dict)
+    slot_sizes: dict[Path, set[int]] = dataclasses.field(default_factory=dict)
+    slot_wires: list[Any] = dataclasses.field(default_factory=list)
+    ranks: list[Any] = dataclasses.field(default_factory=list)
+    unentered: Any = None
+    _parents: dict[Path, Path] = dataclasses.field(default_factory=dict)
+
+    def mode(self, site: Path) -> str:
+        return self.modes.get(site, self.default)
+
+    def is_dropless(self, site: Path) -> bool:
+        return self.mode(site) == "dropless"
+
+    def root(self, site: Path) -> Path:
+        while site in self._parents:
+            site = self._parents[site]
+        return site
+
+    def unite(self, sites: frozenset[Path]) -> None:
+        """Queue counts that stand in one value belong to one layer."""
+        first, *others = sorted({self.root(s) for s in sites})
+        for other in others:
+            self._parents[other] = first
+
+    def unite_recomputed(self) -> None:
+        """A layer that a rematerialised block computes again is the layer of the forward pass, in reverse order."""
+        for signature in {self.signatures[s] for s in self.recomputed}:
+            same = sorted(s for s, sig in self.signatures.items() if sig == signature)
+            again = [s for s in same if s in self.recomputed]
+            first = [s for s in same if s not in self.recomputed]
+            for forward, backward in zip(reversed(first), again, strict=False):
+                self.unite(frozenset({forward, backward}))
+
+    def bound_together(self, sites: frozenset[Path]) -> set[Path]:
+        """The sites whose mode must change with that of `sites`: their layers, and any they may be recomputed as."""
+        roots = {self.root(s) for s in sites}
+        signatures = {self.signatures[s] for s in self.sources if self.root(s) in roots}
+        recomputed = {self.signatures[s] for s in self.recomputed}
+        return {s for s in self.sources if self.root(s) in roots or self.signatures[s] in signatures & recomputed}
