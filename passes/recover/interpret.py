@@ -17,7 +17,19 @@ import numpy as np
 from moe_xla.passes._jax import source_of
 from moe_xla.passes.recover import prefix
 from moe_xla.passes.recover.facts import bound_of, is_nonnegative, lower_bound, rank_of, rank_sites, tainting_sites
-from moe_xla.passes.recover.nodes import Ein, Graph, Leaf, Lit, Map, Node, is_boolean, is_floating, is_integer, literal
+from moe_xla.passes.recover.nodes import (
+    Ein,
+    Graph,
+    Leaf,
+    Lit,
+    Map,
+    Node,
+    freeze,
+    is_boolean,
+    is_floating,
+    is_integer,
+    literal,
+)
 from moe_xla.passes.recover.program import Step, Wire
 from moe_xla.passes.recover.rules import TABLE, Context
 from moe_xla.passes.recover.rules.elementwise import NAMES as ELEMENTWISE
@@ -95,13 +107,14 @@ class Recovery:
 
     # ------------------------------------------------------------------------------------------- the walk
 
-    def input(self, shape: Sequence[int], dtype: Any) -> Wire:
-        wire = Wire(tuple(shape), dtype)
+    def input(self, shape: Sequence[int], dtype: Any, number: int | None = None) -> Wire:
+        wire = Wire(tuple(shape), dtype, number=self.session.fresh_number() if number is None else number)
         wire.value = of_node(self.graph.leaf(wire, wire.shape, dtype))
         return wire
 
     def literal(self, atom: Any) -> Wire:
         wire = Wire(tuple(atom.aval.shape), atom.aval.dtype)
+        wire.number = self.session.number(("literal", str(atom.aval.dtype), freeze(atom.val)))
         if wire.shape == () and not hasattr(atom.aval.dtype, "_rules"):
             wire.value = of_literal(self.graph, np.asarray(atom.val), (), atom.aval.dtype)
         else:
@@ -137,7 +150,11 @@ class Recovery:
         if entered is not None:
             return entered
         step = Step(eqn, tuple(inputs), source=self._source(eqn))
-        step.outputs = tuple(Wire(tuple(v.aval.shape), v.aval.dtype, step, i) for i, v in enumerate(eqn.outvars))
+        number = self._number(eqn, inputs)
+        step.outputs = tuple(
+            Wire(tuple(v.aval.shape), v.aval.dtype, step, i, number=self.session.number((number, i)))
+            for i, v in enumerate(eqn.outvars)
+        )
         if eqn.effects:
             self.effects.append(step)
         if name not in INLINED and any(_counts(j) for j in jex.core.jaxprs_in_params(eqn.params)):
@@ -145,6 +162,12 @@ class Recovery:
         self._transfer(step)
         self.steps.append(step)
         return list(step.outputs)
+
+    def _number(self, eqn: Any, inputs: Sequence[Wire]) -> int:
+        """The number of an equation: the same for the same operation on the same arrays."""
+        if eqn.effects:
+            return self.session.fresh_number()
+        return self.session.number((eqn.primitive, freeze(eqn.params), tuple(w.number for w in inputs)))
 
     # --------------------------------------------------------------------------------------------- scopes
 
@@ -210,7 +233,7 @@ class Recovery:
         return wire
 
     def constant(self, const: Any) -> Wire:
-        wire = Wire(tuple(np.shape(const)), const.dtype)
+        wire = Wire(tuple(np.shape(const)), const.dtype, number=self.session.number(("constant", id(const))))
         wire.value = of_node(self.graph.leaf(wire, wire.shape, wire.dtype))
         wire.step = Step(const, ())
         return wire

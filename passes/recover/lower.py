@@ -587,10 +587,7 @@ class Lowering:
             if grouping is None:
                 return None
             variables = term_vars(grouping.place)
-            names: dict[Var, Term] = {v: Var(i, v.size) for i, v in enumerate(variables)}
-            index = substitute(grouping.place, names)
-            assert isinstance(index, Idx)
-            return Layout(index, tuple(node.out.index(v) for v in variables))
+            return Layout(_canonical(grouping.place), tuple(node.out.index(v) for v in variables))
         if isinstance(node, Map):
             for operand in node.operands:
                 layout = self.layout(operand.node)
@@ -761,6 +758,10 @@ class Lowering:
         return lax.reshape(data, node.shape) if data.shape != node.shape else data
 
     def _equal_guards(self, node: Ein) -> list[Factor]:
+        """Equalities that no proof discharged, as conditions; between slots they would compare every pair of rows."""
+        sites = frozenset().union(*(rank_sites(self.graph, t.node) for pair in node.equalities for t in pair))
+        if sites:
+            raise Refusal(sites, "slots that are not provably the same or different", self._asker())
         return [self.graph.compare(prims.eq_p, a.factor, b.factor) for a, b in sorted(node.equalities, key=repr)]
 
     def _split_grouped(self, node: Ein) -> Ein | None:
@@ -911,6 +912,8 @@ class Lowering:
         sites = frozenset().union(*(rank_sites(self.graph, t.node) for t in indices))
         if sites and (len(out) > 1 or any(self.recovery.session.is_dropless(s) for s in sites)):
             raise Refusal(sites, "an array over the slot axis is needed", self.stack[-1] if self.stack else None)
+        if node.reducer == "max":
+            return self._group_maxima(node, out, indices)
         grouped = self._group_reduced(node, out, indices)
         if grouped is None:
             grouped = self._scattered(node, out, indices)
@@ -928,9 +931,7 @@ class Lowering:
             return None
         if set(node.binders) != set(points):
             return None
-        names: dict[Var, Term] = {v: Var(i, v.size) for i, v in enumerate(points)}
-        index = substitute(indices[0], names)
-        assert isinstance(index, Idx)
+        index = _canonical(indices[0])
         routing = self.plan(index)
         left, right = _sides(node.factors, dense)
         if left is None:
@@ -960,6 +961,28 @@ class Lowering:
             total = total * np.asarray(node.coef, total.dtype)
         return lax.transpose(total, [order.index(t) for t in out])
 
+    def _group_maxima(self, node: Ein, out: tuple[Term, ...], indices: list[Idx]) -> Any:
+        """The largest row of each expert, `initial` where it has none."""
+        points = term_vars(indices[0])
+        dense = [t for t in out if isinstance(t, Var)]
+        if len(indices) != 1 or set(points) & set(dense) or len(dense) + 1 != len(out) or len(node.factors) != 1:
+            sites = frozenset().union(*(rank_sites(self.graph, g.node) for g in node.guards))
+            raise Refusal(sites, "a maximum over slots that are not those of one expert", self._asker())
+        index = _canonical(indices[0])
+        rows = self.factor_rows(node.factors[0], index, points, dense)
+        rows = _spread(jnp.asarray(rows), (math.prod(v.size for v in points), *(v.size for v in dense)))
+        lowest = np.asarray(node.initial, node.dtype)
+        for guard in node.guards:
+            rows = jnp.where(self.factor_rows(guard, index, points, dense), rows, lowest)
+        flat = lax.reshape(rows, (rows.shape[0], math.prod(v.size for v in dense)))
+        largest = ops.group_max(flat, self.plan(index).group_sizes, lowest)
+        largest = lax.reshape(largest, (indices[0].size, *(v.size for v in dense)))
+        order = [indices[0], *dense]
+        return lax.transpose(largest, [order.index(t) for t in out])  # type: ignore[arg-type]
+
+    def _asker(self) -> Step | Scope | None:
+        return self.stack[-1] if self.stack else None
+
     def _scattered(self, node: Ein, out: tuple[Term, ...], indices: list[Idx]) -> Any:
         points = vars_of(indices)
         dense = tuple(t for t in out if isinstance(t, Var) and t not in points)
@@ -986,6 +1009,14 @@ class Lowering:
 
 
 _ROW = Var(-1, 0)
+
+
+def _canonical(index: Idx) -> Idx:
+    """An index over the variables 0, 1, …: the name of its plan."""
+    names: dict[Var, Term] = {v: Var(i, v.size) for i, v in enumerate(term_vars(index))}
+    result = substitute(index, names)
+    assert isinstance(result, Idx)
+    return result
 
 
 def _meaning(wire: Wire) -> Value:

@@ -265,6 +265,7 @@ def freeze(value: Any) -> Any:
 
 
 CONVERT = prims.convert_element_type_p
+_TESTS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 _EXACT_LINEAR = {"add", "sub", "mul", "convert_element_type", "neg"}
 
 
@@ -290,7 +291,9 @@ class Graph:
         return Factor(node, ())
 
     def leaf(self, wire: Any, shape: Sequence[int], dtype: Any) -> Leaf:
-        node = self._cons(("leaf", id(wire)), lambda: Leaf(wire, shape, dtype))
+        node = self._cons(
+            ("leaf", wire.number if wire.number is not None else id(wire)), lambda: Leaf(wire, shape, dtype)
+        )
         assert isinstance(node, Leaf)
         return node
 
@@ -406,7 +409,8 @@ class Graph:
                 return ops[1 + int(values[0])]
             return ops[1] if all(op == ops[1] for op in ops[2:]) else None
         # Arithmetic with literals moves into a selection of a literal: `where(keep, p, 0) - 1` then shows both cases.
-        if prim.name not in _EXACT_LINEAR or not (is_integer(dtype) or is_floating(dtype)):
+        compares = prim.name in _TESTS and is_boolean(dtype)
+        if not compares and (prim.name not in _EXACT_LINEAR or not (is_integer(dtype) or is_floating(dtype))):
             return None
         chosen = [i for i, v in enumerate(values) if v is None]
         if len(chosen) != 1 or not is_map(ops[chosen[0]], "select_n") or len(operands_at(ops[chosen[0]])) != 3:
@@ -417,6 +421,13 @@ class Graph:
         results = [
             self.map(prim, params, [c if i == chosen[0] else op for i, op in enumerate(ops)], dtype) for c in cases
         ]
+        if compares:
+            for result, other, held in (
+                (results[0], results[1], condition),
+                (results[1], results[0], self.logical_not(condition)),
+            ):
+                if literal(result) is not None and not literal(result):
+                    return self.logical_and([held, other])
         return self.map(prims.select_n_p, {}, [condition, *results], dtype)
 
     def _fold_compare(self, name: str, ops: tuple[Factor, ...], values: list[Any]) -> Factor | None:

@@ -18,11 +18,11 @@ from moe_xla.passes.recover.values import Value
 class Wire:
     """One array of the program.
 
-    `step` computes it as written: None for an input, a `Scope` where a scan or
-    checkpoint body was entered.  `value` is what the algebra knows.  `changed` says that the
-    rewritten program holds another array here than the program as written (dropless), so the step must not be run on
-    the original inputs.  `slots` names the sites whose slot axis the array has: it must not be built.  `tainted` names
-    the sites whose queue positions flow into it.
+    `step` computes it as written: None for an input, a `Scope` where a scan or checkpoint body was entered.  `value` is
+    what the algebra knows.  `changed` says that the rewritten program holds another array here than the program as
+    written (dropless), so the step must not be run on the original inputs.  `slots` names the sites whose slot axis the
+    array has: it must not be built.  `tainted` names the sites whose queue positions flow into it.  Two wires of the
+    same `number` hold the same array, also across scopes.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +34,7 @@ class Wire:
     changed: bool = False
     tainted: frozenset[Any] = frozenset()
     slots: frozenset[Any] = frozenset()
+    number: Any = None
 
 
 @dataclasses.dataclass(eq=False)

@@ -206,6 +206,18 @@ class Entrance:
         self.inner: Graph = scope.recovery.graph
         self._known: dict[tuple[Node, int | None], Leaf] = {}
 
+    @property
+    def _session(self) -> Any:
+        return self.scope.recovery.session
+
+    def _number(self, number: int, axis: int | None) -> int:
+        """The number of an array inside: what a scan stacked and another one slices again is the same array."""
+        if axis is None:
+            return number
+        session = self._session
+        stacked = session.unstacked.get(number)
+        return stacked if stacked is not None and axis == 0 else session.number(("slice", number, axis))
+
     def whole(self, wire: Wire) -> Wire:
         """An outer wire as it is, inside."""
         return self._enter(wire, None)
@@ -221,7 +233,7 @@ class Entrance:
             value = self._value(wire.value, axis, shape)
         except NoRule:
             return self._array(wire, axis, shape)
-        inner = Wire(shape, wire.dtype)
+        inner = Wire(shape, wire.dtype, number=self._number(wire.number, axis))
         self.scope.recovery.adopt(inner, value)
         return inner
 
@@ -254,7 +266,8 @@ class Entrance:
         key = (node, axis)
         if key not in self._known:
             shape = tuple(n for i, n in enumerate(node.shape) if i != axis)
-            inner = self.scope.recovery.input(shape, node.dtype)
+            source = node.wire.number if isinstance(node, Leaf) else self._session.number(("node", node.ordinal))
+            inner = self.scope.recovery.input(shape, node.dtype, self._number(source, axis))
             if isinstance(node, Leaf):
                 inner.tainted = node.wire.tainted
             self.scope.feeds.append(Feed(node, axis, inner))
@@ -264,7 +277,7 @@ class Entrance:
         return self._known[key]
 
     def _array(self, wire: Wire, axis: int | None, shape: Sequence[int]) -> Wire:
-        inner = self.scope.recovery.input(shape, wire.dtype)
+        inner = self.scope.recovery.input(shape, wire.dtype, self._number(wire.number, axis))
         inner.tainted = wire.tainted
         self.scope.feeds.append(Feed(wire, axis, inner))
         return inner
@@ -288,6 +301,8 @@ class Exit:
         except NoRule:
             export = Export(inner, wire)
             self.scope.exports.append(export)
+            if loop is not None:
+                self.scope.recovery.session.unstacked[wire.number] = inner.number
             return of_node(self.outer.graph.leaf(wire, wire.shape, wire.dtype))
 
     def _translated(self, value: Value, loop: Var | None, shape: Sequence[int]) -> Value:
@@ -308,10 +323,14 @@ class Exit:
     def _leaf(self, node: Node, loop: Var | None) -> Leaf:
         if node not in self._known:
             shape = node.shape if loop is None else (loop.size, *node.shape)
-            outer = self.outer.input(shape, node.dtype)
+            session = self.scope.recovery.session
+            number = node.wire.number if isinstance(node, Leaf) else session.number(("node", node.ordinal))
+            outer = self.outer.input(shape, node.dtype, number if loop is None else None)
             outer.step = self.scope
             if isinstance(node, Leaf):
                 outer.tainted = node.wire.tainted
+            if loop is not None:
+                session.unstacked[outer.number] = number
             self.scope.exports.append(Export(node, outer))
             leaf = outer.value.factor.node
             carry_facts(self.scope.recovery.graph, node, self.outer.graph, leaf, None, 0 if loop is None else 1)

@@ -29,6 +29,9 @@ class Session:
     slot_wires: list[Any] = dataclasses.field(default_factory=list)
     ranks: list[Any] = dataclasses.field(default_factory=list)
     unentered: Any = None
+    unstacked: dict[int, int] = dataclasses.field(default_factory=dict)
+    _numbers: dict[Any, int] = dataclasses.field(default_factory=dict)
+    _last: int = 0
     _parents: dict[Path, Path] = dataclasses.field(default_factory=dict)
 
     def mode(self, site: Path) -> str:
@@ -36,6 +39,17 @@ class Session:
 
     def is_dropless(self, site: Path) -> bool:
         return self.mode(site) == "dropless"
+
+    def fresh_number(self) -> int:
+        """A number for an array that equals no other."""
+        self._last += 1
+        return self._last
+
+    def number(self, key: Any) -> int:
+        """The number of the arrays that are computed as `key` says."""
+        if key not in self._numbers:
+            self._numbers[key] = self.fresh_number()
+        return self._numbers[key]
 
     def root(self, site: Path) -> Path:
         while site in self._parents:

@@ -615,6 +615,18 @@ def materialised(graph: Graph, piece: Piece, dtype: Any) -> Factor:
     return data
 
 
+def cancelled(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Pieces that differ in their coefficient only, added up."""
+    total: dict[Any, Piece] = {}
+    for piece in pieces:
+        names: dict[Var, Term] = {v: Var(i, v.size) for i, v in enumerate(piece.variables)}
+        canonical = piece.substitute(names)
+        key = (canonical.axes, canonical.factors, canonical.equalities, frozenset(canonical.guards))
+        seen = total.get(key)
+        total[key] = piece if seen is None else seen.replace(coef=seen.coef + piece.coef)
+    return tuple(p for p in total.values() if p.coef != 0)
+
+
 def components(piece: Piece, ignored: frozenset[Var]) -> int:
     """How many independent groups the piece's parts fall into when some variables do not count as links."""
     items = [set(factor_vars([f])) - ignored for f in (*piece.factors, *piece.guards)]

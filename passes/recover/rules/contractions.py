@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core.primitives as prims
+import numpy as np
+from jax import numpy as jnp
 
-from moe_xla.passes.recover.nodes import Graph, is_boolean
+from moe_xla.passes.recover.nodes import Graph, is_boolean, is_floating
 from moe_xla.passes.recover.rules.table import Context, rule
-from moe_xla.passes.recover.terms import Factor, Idx, Var, has_idx, term_vars, vars_of
+from moe_xla.passes.recover.terms import Factor, Idx, Var, fresh_axis, has_idx, term_vars, vars_of
 from moe_xla.passes.recover.values import (
     Contradiction,
     NoRule,
@@ -17,14 +20,20 @@ from moe_xla.passes.recover.values import (
     Value,
     additive,
     align,
+    cancelled,
     cast,
     contracted,
     has_unique_cells,
     in_range,
+    is_slot,
     literal_of,
     materialised,
     normalised,
+    of_literal,
+    of_node,
     only_renames,
+    plain,
+    plain_map,
     renormalised,
 )
 
@@ -66,7 +75,7 @@ def product(
             if piece is not None:
                 dense = not any(has_idx(a) for a in p.axes + q.axes) and not p.equalities and not q.equalities
                 pieces.append(contracted(context.graph, piece, dtype, allow_outer=dense))
-    return normalised(context.graph, Value(tuple(shape), dtype, tuple(pieces)))
+    return normalised(context.graph, Value(tuple(shape), dtype, cancelled(pieces)))
 
 
 def _product_piece(
@@ -245,6 +254,8 @@ def reduce_max(context: Context, eqn: Any, value: Value) -> Value:
     base = literal_of(value.background)
     if base is None:
         raise NoRule("a maximum over a background that varies")
+    if name == "reduce_max" and any(is_slot(graph, p.axes[i]) for p in value.pieces for i in axes):
+        return _group_maximum(context, value, axes, base)
     prim = prims.max_p if name == "reduce_max" else prims.or_p
     shape = tuple(n for i, n in enumerate(value.shape) if i not in axes)
     pieces = []
@@ -267,6 +278,42 @@ def reduce_max(context: Context, eqn: Any, value: Value) -> Value:
     if not has_unique_cells(graph, result):
         raise NoRule("a maximum over cells of several pieces")
     return normalised(graph, result)
+
+
+def _group_maximum(context: Context, value: Value, axes: Sequence[int], base: Any) -> Value:
+    """A maximum over the slots of each expert: over its rows, and over the background where a slot is left empty."""
+    graph, dtype = context.graph, value.dtype
+    slots = math.prod(value.shape[i] for i in axes)
+    kept = [i for i in range(len(value.shape)) if i not in axes]
+    shape = tuple(value.shape[i] for i in kept)
+    lowest = -jnp.inf if is_floating(dtype) else jnp.iinfo(dtype).min
+    endless = any(context.is_unbounded(p.axes[i]) for p in value.pieces for i in axes)
+    largest: Value | None = None
+    filled: Value | None = None
+    for piece in value.pieces:
+        out = tuple(piece.axes[i] for i in kept)
+        guards = list(dict.fromkeys([*piece.guards, *(g for i in axes for g in _existence(context, piece.axes[i]))]))
+        data = materialised(graph, piece.replace(guards=()), dtype)
+        rows = of_node(graph.ein(out, (data,), guards, frozenset(), 1, dtype, reducer="max", initial=lowest))
+        largest = rows if largest is None else plain_map(graph, prims.max_p, {}, [largest, rows], shape, dtype)
+        indexed = [i for i, a in enumerate(out) if has_idx(a)]
+        if len(indexed) != 1:
+            raise NoRule("a maximum over slots of something else than experts")
+        count = of_node(graph.ein((out[indexed[0]],), (), guards, frozenset(), 1, np.dtype(np.int32)))
+        spread = plain(shape, tuple(fresh_axis(n) for n in shape), graph.lit(0, np.int32))
+        axis_factor = count.factor
+        axes_of = tuple(axis_factor.args[0] if i == indexed[0] else a for i, a in enumerate(spread.pieces[0].axes))
+        here = plain(shape, axes_of, axis_factor)
+        filled = (
+            here if filled is None else plain_map(graph, prims.add_p, {}, [filled, here], shape, np.dtype(np.int32))
+        )
+    assert largest is not None and filled is not None
+    base_value = of_literal(graph, base, (), dtype)
+    with_base = plain_map(graph, prims.max_p, {}, [largest, base_value], shape, dtype)
+    if endless:
+        return with_base
+    full = plain_map(graph, prims.ge_p, {}, [filled, of_literal(graph, slots, (), np.int32)], shape, np.dtype(bool))
+    return plain_map(graph, prims.select_n_p, {}, [full, with_base, largest], shape, dtype)
 
 
 def _reduced_background(background: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:

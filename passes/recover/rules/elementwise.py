@@ -21,13 +21,14 @@ from moe_xla.passes.recover.nodes import (
 )
 from moe_xla.passes.recover.rules.contractions import multiplied
 from moe_xla.passes.recover.rules.table import Context, rule
-from moe_xla.passes.recover.terms import UNIT, Factor, Idx, Term, Var, fresh_axis, vars_of
+from moe_xla.passes.recover.terms import UNIT, Factor, Idx, Var, fresh_axis, vars_of
 from moe_xla.passes.recover.values import (
     Contradiction,
     NoRule,
     Piece,
     Value,
     align,
+    cancelled,
     cast,
     components,
     has_unique_cells,
@@ -270,18 +271,6 @@ def _is_deferred(value: Value) -> bool:
     return any(
         p.hidden or p.equalities or components(p, frozenset(p.hidden)) > 1 for p in value.pieces if not value.is_plain
     )
-
-
-def cancelled(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Pieces that differ in their coefficient only, added up."""
-    total: dict[Any, Piece] = {}
-    for piece in pieces:
-        names: dict[Var, Term] = {v: Var(i, v.size) for i, v in enumerate(piece.variables)}
-        canonical = piece.substitute(names)
-        key = (canonical.axes, canonical.factors, canonical.equalities, frozenset(canonical.guards))
-        seen = total.get(key)
-        total[key] = piece if seen is None else seen.replace(coef=seen.coef + piece.coef)
-    return tuple(p for p in total.values() if p.coef != 0)
 
 
 def _masked(
