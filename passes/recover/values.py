@@ -30,6 +30,7 @@ from moe_xla.passes.recover.facts import (
     depends_on_rank,
     distinct_of,
     is_count,
+    lower_bound,
     others_follow,
     rank_of,
     same_term,
@@ -66,7 +67,7 @@ from moe_xla.passes.recover.terms import (
     vars_of,
 )
 
-Equalities = frozenset[tuple[Idx, Idx]]
+Equalities = frozenset[tuple[Idx, Term]]
 
 
 class NoRule(Exception):
@@ -189,7 +190,7 @@ def resolve(term: Term, solved: dict[Var, Term]) -> Term:
     return Idx(term.node, tuple(resolve(a, solved) for a in term.args), term.size)
 
 
-def unify(a: Term, b: Term, solved: dict[Var, Term], equal: set[tuple[Idx, Idx]]) -> None:
+def unify(a: Term, b: Term, solved: dict[Var, Term], equal: set[tuple[Idx, Term]]) -> None:
     """Makes two places the same: binds variables, or records an equality between data-dependent places."""
     a, b = resolve(a, solved), resolve(b, solved)
     if a == b:
@@ -203,8 +204,10 @@ def unify(a: Term, b: Term, solved: dict[Var, Term], equal: set[tuple[Idx, Idx]]
     elif isinstance(a, Flat) or isinstance(b, Flat):
         for x, y in _refine(parts_of(a), parts_of(b), solved):
             unify(x, y, solved, equal)
-    elif isinstance(a, Idx) and isinstance(b, Idx):
+    elif isinstance(a, Idx) and isinstance(b, (Idx, Const)):
         equal.add((a, b))
+    elif isinstance(a, Const) and isinstance(b, Idx):
+        equal.add((b, a))
     else:
         raise NoRule(f"cannot compare the places {a} and {b}")
 
@@ -255,7 +258,7 @@ def held_factors(graph: Graph, pieces: Iterable[Piece]) -> frozenset[Factor]:
     return frozenset(f for f in held if is_boolean(f.node.dtype))
 
 
-def solve(graph: Graph, solved: dict[Var, Term], equal: set[tuple[Idx, Idx]], pieces: Sequence[Piece]) -> Equalities:
+def solve(graph: Graph, solved: dict[Var, Term], equal: set[tuple[Idx, Term]], pieces: Sequence[Piece]) -> Equalities:
     """Discharges equalities by provenance; extends `solved`, returns the equalities left."""
     while True:
         equal = {(resolve(a, solved), resolve(b, solved)) for a, b in equal}  # type: ignore[misc]
@@ -265,20 +268,38 @@ def solve(graph: Graph, solved: dict[Var, Term], equal: set[tuple[Idx, Idx]], pi
             if _discharge(graph, pair, equal, held, solved):
                 break
         else:
-            return frozenset(equal)
+            return frozenset((a, _as_index(graph, a, b)) for a, b in equal)
 
 
-def _whole(equal: set[tuple[Idx, Idx]]) -> set[tuple[Idx, Idx]]:
+def _as_index(graph: Graph, index: Idx, place: Term) -> Idx:
+    """A fixed place that an index is compared with, as an index."""
+    if isinstance(place, Const):
+        factor = graph.lit(place.value, index.node.dtype)
+        return Idx(factor.node, (), place.size)
+    assert isinstance(place, Idx)
+    return place
+
+
+def _is_never(graph: Graph, index: Idx, place: Term) -> bool:
+    """Whether a position provably lies beyond a fixed place."""
+    value = place.value if isinstance(place, Const) else literal(place.factor) if isinstance(place, Idx) else None
+    fact = rank_of(graph, index.factor)
+    return value is not None and fact is not None and lower_bound(graph, fact) > value
+
+
+def _whole(equal: set[tuple[Idx, Term]]) -> set[tuple[Idx, Term]]:
     """Equal quotients and equal remainders are one equality of the index that was split."""
     for (a_high, b_high), (a_low, b_low) in itertools.permutations(equal, 2):
         for x_low, y_low in ((a_low, b_low), (b_low, a_low)):
+            if not all(isinstance(t, Idx) for t in (a_high, b_high, x_low, y_low)):
+                continue
             a, b = flatten((a_high, x_low)), flatten((b_high, y_low))
             if isinstance(a, Idx) and isinstance(b, Idx):
                 return _whole((equal - {(a_high, b_high), (a_low, b_low)}) | {(a, b)})
     return equal
 
 
-def _known_equal(graph: Graph, a: Term, b: Term, equal: set[tuple[Idx, Idx]]) -> bool:
+def _known_equal(graph: Graph, a: Term, b: Term, equal: set[tuple[Idx, Term]]) -> bool:
     return same_term(graph, a, b) or any(
         (same_term(graph, a, x) and same_term(graph, b, y)) or (same_term(graph, a, y) and same_term(graph, b, x))
         for x, y in equal
@@ -287,20 +308,24 @@ def _known_equal(graph: Graph, a: Term, b: Term, equal: set[tuple[Idx, Idx]]) ->
 
 def _discharge(
     graph: Graph,
-    pair: tuple[Idx, Idx],
-    equal: set[tuple[Idx, Idx]],
+    pair: tuple[Idx, Term],
+    equal: set[tuple[Idx, Term]],
     held: frozenset[Factor],
     solved: dict[Var, Term],
 ) -> bool:
     """Tries to replace one equality by what it implies."""
     a, b = pair
+    if _is_never(graph, a, b):
+        raise Contradiction
+    if not isinstance(b, Idx):
+        return False
     if _discharge_rank(graph, a, b, equal, held, solved):
         equal.discard(pair)
         return True
     da, db = distinct_of(graph, a.factor), distinct_of(graph, b.factor)
     if da and db and da.node is db.node and len(da.rest) == len(db.rest):
         if all(same_term(graph, x, y) for x, y in zip(da.rest, db.rest, strict=True)):
-            extra: set[tuple[Idx, Idx]] = set()
+            extra: set[tuple[Idx, Term]] = set()
             unify(da.along, db.along, solved, extra)
             if not extra:
                 return True
@@ -311,7 +336,7 @@ def _discharge_rank(
     graph: Graph,
     a: Idx,
     b: Idx,
-    equal: set[tuple[Idx, Idx]],
+    equal: set[tuple[Idx, Term]],
     held: frozenset[Factor],
     solved: dict[Var, Term],
 ) -> bool:
@@ -333,7 +358,7 @@ def _discharge_rank(
     if ra.constant != rb.constant:
         return False
     if ra.rank is rb.rank and others_a == others_b:
-        extra: set[tuple[Idx, Idx]] = set()
+        extra: set[tuple[Idx, Term]] = set()
         trial = dict(solved)
         for x, y in zip(ra.order, rb.order, strict=True):
             unify(x, y, trial, extra)
@@ -357,7 +382,7 @@ def align(
 ) -> tuple[dict[Var, Term], Equalities]:
     """Unifies axes of several pieces.  `groups` lists the (piece, axis) pairs that are one place."""
     solved: dict[Var, Term] = {}
-    equal: set[tuple[Idx, Idx]] = {pair for p in pieces for pair in p.equalities}
+    equal: set[tuple[Idx, Term]] = {pair for p in pieces for pair in p.equalities}
     for group in groups:
         terms = [pieces[i].axes[a] for i, a in group]
         for term in terms[1:]:
@@ -456,8 +481,19 @@ def as_condition(graph: Graph, factor: Factor) -> tuple[Factor | None, Factor | 
     return None, None
 
 
+def sampled(graph: Graph, factor: Factor) -> Factor:
+    """A position or a test of one, read at the own expert: the operation on what its operands are there."""
+    node = factor.node
+    if not isinstance(node, Map) or not any(has_idx(a) for a in factor.args) or not depends_on_rank(graph, node):
+        return factor
+    return graph.map(node.prim, node.params, [sampled(graph, op) for op in operands_at(factor)], node.dtype)
+
+
 def masks_to_guards(graph: Graph, piece: Piece) -> Piece | None:
     """Masks among the factors as guards, literals as the coefficient; None where a guard is false."""
+    piece = piece.replace(
+        factors=tuple(sampled(graph, f) for f in piece.factors), guards=tuple(sampled(graph, g) for g in piece.guards)
+    )
     factors: list[Factor] = []
     guards: dict[Factor, None] = {}
     coef = piece.coef
@@ -718,7 +754,7 @@ def read(graph: Graph, value: Value, axes: Sequence[Term]) -> Factor:
     target = substitute_all(axes, solved)
     if rest or target != tuple(axes):
         raise NoRule("cannot read an array at these places")
-    return substitute_factor(piece.factors[0], solved)
+    return sampled(graph, substitute_factor(piece.factors[0], solved))
 
 
 def additive(graph: Graph, value: Value) -> Value:
