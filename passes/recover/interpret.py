@@ -24,6 +24,7 @@ from moe_xla.passes.recover.nodes import (
     Lit,
     Map,
     Node,
+    Rank,
     freeze,
     is_boolean,
     is_floating,
@@ -72,7 +73,9 @@ class Recovery:
             session.recomputed.add(site)
         return site
 
-    def _note_rank(self, graph: Graph, rank: Node) -> None:
+    def _note_rank(self, graph: Graph, rank: Rank, site: Path) -> None:
+        """A queue counted twice is one queue: both equations are one layer."""
+        self.session.unite(frozenset({rank.site, site}))
         self.session.ranks.append((graph, rank))
 
     def _source(self, eqn: Any) -> Any:
@@ -175,6 +178,8 @@ class Recovery:
         """Takes a value that was rebuilt from another scope."""
         wire.tainted = self._sites_in(value)
         wire.value = value
+        if is_boring(value) and value.factor.args == value.pieces[0].axes and isinstance(value.factor.node, Leaf):
+            wire.number = value.factor.node.wire.number
         self._note_slots(wire, value)
         wire.changed = wire.changed or any(self.session.is_dropless(s) for s in wire.tainted)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend as jex
 import jax.extend.core.primitives as prims
 import numpy as np
 from jax import numpy as jnp
@@ -257,11 +258,31 @@ def freeze(value: Any) -> Any:
         return tuple(freeze(v) for v in value)
     if isinstance(value, np.ndarray):
         return ("ndarray", value.shape, str(value.dtype), value.tobytes())
+    if isinstance(value, (jex.core.Jaxpr, jex.core.ClosedJaxpr)):
+        return _structure(value)
     try:
         hash(value)
     except TypeError:
         return ("object", id(value))
     return value
+
+
+def _structure(program: Any) -> Any:
+    """What a jaxpr computes, apart from the names of its variables: equal for two traces of one function."""
+    jaxpr = getattr(program, "jaxpr", program)
+    places: dict[Any, int] = {v: i for i, v in enumerate([*jaxpr.constvars, *jaxpr.invars])}
+
+    def place(atom: Any) -> Any:
+        return ("literal", freeze(atom.val)) if isinstance(atom, jex.core.Literal) else places[atom]
+
+    equations = []
+    for eqn in jaxpr.eqns:
+        equations.append((eqn.primitive, freeze(eqn.params), tuple(place(a) for a in eqn.invars)))
+        for var in eqn.outvars:
+            places[var] = len(places)
+    avals = tuple((v.aval.shape, str(v.aval.dtype)) for v in jaxpr.invars)
+    consts = tuple(id(c) for c in getattr(program, "consts", ()))
+    return (avals, consts, tuple(equations), tuple(place(a) for a in jaxpr.outvars))
 
 
 CONVERT = prims.convert_element_type_p
@@ -497,7 +518,7 @@ class Graph:
         index_c = substitute(index, mapping)
         guards_c = tuple(substitute_factor(g, mapping) for g in guards)
         b, o, m = (tuple(mapping[v] for v in vs) for vs in (batch, order, many))
-        key = ("rank", index_c, b, o, m, guards_c, str(dtype), site)
+        key = ("rank", index_c, b, o, m, guards_c, str(dtype))
         node = self._cons(key, lambda: Rank(index_c, b, o, m, guards_c, dtype, site))  # type: ignore[arg-type]
         return Factor(node, (*batch, *order))
 

@@ -34,7 +34,7 @@ class Context:
     graph: Graph
     is_dropless: Callable[[Any], bool]
     site_of: Callable[[Any], Any]
-    on_rank: Callable[[Graph, Any], None] = lambda graph, rank: None
+    on_rank: Callable[[Graph, Any, Any], None] = lambda graph, rank, site: None
 
     def count(
         self,
@@ -47,8 +47,9 @@ class Context:
         eqn: Any,
     ) -> Factor:
         """A queue count that an equation of the program makes."""
-        factor = self.graph.rank(index, batch, order, many, guards, dtype, self.site_of(eqn))
-        self.on_rank(self.graph, factor.node)
+        site = self.site_of(eqn)
+        factor = self.graph.rank(index, batch, order, many, guards, dtype, site)
+        self.on_rank(self.graph, factor.node, site)
         return factor
 
     def is_unbounded(self, term: Term) -> bool:
