@@ -54,6 +54,7 @@ def compare_every_equation(
     reference = Reference(array)
     found = []
     for step in recovery.steps:
+        assert isinstance(step, Step)
         arrays.update(zip(step.outputs, bind_equation(step.eqn, [array(w) for w in step.inputs]), strict=True))
         found += [line for w in step.outputs if (line := _difference(reference, step, w, arrays[w], rtol)) is not None]
     return tuple(found)

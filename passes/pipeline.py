@@ -65,6 +65,17 @@ class _Layer:
     experts: int
     capacity: int | None
     removed_bytes: int
+    naive_flops: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Emission:
+    """A rewritten program, and what its grouped matmuls cost: FLOPs by layer, tokens by layer, backends."""
+
+    program: jex.core.ClosedJaxpr
+    flops: dict[Any, int]
+    tokens: dict[Any, int]
+    backends: dict[Any, str]
 
 
 def rewrite_jaxpr(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritten:
@@ -77,24 +88,36 @@ def rewrite_jaxpr(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritt
     layers: dict[Any, _Layer] = {}
     while True:
         session = Session(modes, options.semantics)
-        recovery = Recovery(session)
-        inputs = [recovery.input(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
-        consts = [recovery.input(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.constvars]
+        result = _attempt(closed, session, layers, options.backend)
+        if result is None:
+            return Rewritten(as_written, _sites(layers, modes, denials, options, None))
+        if isinstance(result, _Emission):
+            return Rewritten(_evaluator(closed, result), _sites(layers, modes, denials, options, result))
+        _step_down(session, result, modes, denials, options.semantics)
+
+
+def _attempt(
+    closed: jex.core.ClosedJaxpr, session: Session, layers: dict[Any, _Layer], backend: str
+) -> _Emission | Refusal | None:
+    """One walk and emission with the modes of `session`: the program, why not, or None where no layer is left."""
+    recovery = Recovery(session)
+    inputs = [recovery.input(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
+    consts = [recovery.input(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.constvars]
+    try:
         outputs = recovery.walk(closed.jaxpr, consts, inputs)
-        session.unite_recomputed()
-        for layer in _layers(session):
-            layers.setdefault(layer.key[0], layer)
-        if not session.slot_wires:
-            return Rewritten(as_written, _sites(layers, modes, denials, options, 0))
-        refusal = (
-            _unentered(session)
-            or _inconsistent_capacity(session)
-            or _trial(closed, recovery, consts, inputs, outputs, options.backend)
-        )
-        if not isinstance(refusal, Refusal):
-            evaluate = _evaluator(closed, recovery, consts, inputs, outputs, options.backend)
-            return Rewritten(evaluate, _sites(layers, modes, denials, options, refusal))
-        _step_down(session, refusal, modes, denials, options.semantics)
+    except Exception as error:  # a fault of ours must never reach the user's step: it runs as written
+        return Refusal(frozenset(), _internal("lift", error), None) if session.sources else None
+    session.unite_recomputed()
+    for layer in _layers(session):
+        layers.setdefault(layer.key[0], layer)
+    if not session.slot_wires:
+        return None
+    early = _unentered(session) or _inconsistent_capacity(session)
+    return early or _emit(closed, recovery, [*consts, *inputs], outputs, backend)
+
+
+def _internal(part: str, error: Exception) -> str:
+    return f"internal failure of the {part}: {type(error).__name__}: {error}"
 
 
 def _step_down(
@@ -136,48 +159,54 @@ def _inconsistent_capacity(session: Session) -> Refusal | None:
     return None
 
 
-def _run(
-    recovery: Recovery, consts: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], backend: str, values: Any
-) -> tuple[list[Any], Lowering]:
-    lowering = Lowering(recovery, dict(zip([*consts, *inputs], values, strict=True)), backend)
-    return lowering.results(outputs), lowering
-
-
-def _trial(
-    closed: Any, recovery: Recovery, consts: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], backend: str
-) -> Refusal | int:
-    """Emits once on abstract values: the refusal met, or the FLOPs of the grouped matmuls."""
-    flops = 0
+def _emit(
+    closed: jex.core.ClosedJaxpr, recovery: Recovery, given: Sequence[Any], outputs: Sequence[Any], backend: str
+) -> _Emission | Refusal:
+    """The rewritten program as a jaxpr over the constants and inputs of the program as written."""
+    session = recovery.session
+    costs: Lowering | None = None
 
     def emit(*values: Any) -> list[Any]:
-        nonlocal flops
-        results, lowering = _run(recovery, consts, inputs, outputs, backend, values)
-        flops = lowering.grouped_flops
-        return results
+        nonlocal costs
+        costs = Lowering(recovery, dict(zip(given, values, strict=True)), backend)
+        return costs.results(outputs)
 
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (*closed.jaxpr.constvars, *closed.jaxpr.invars)]
     try:
-        results = jax.eval_shape(emit, *avals)
+        program = jax.make_jaxpr(emit)(*avals)
     except Refusal as refusal:
         return refusal
     except Exception as error:  # a fault of ours must never reach the user's step: the layers run as written
-        return Refusal(frozenset(), f"internal failure of the lowering: {type(error).__name__}: {error}", None)
-    for wire, result in zip(outputs, results, strict=True):
-        if result.shape != wire.shape or result.dtype != wire.dtype:
+        return Refusal(frozenset(), _internal("lowering", error), None)
+    for wire, aval in zip(outputs, program.out_avals, strict=True):
+        if aval.shape != wire.shape or aval.dtype != wire.dtype:
             return Refusal(frozenset(), "internal failure of the lowering: a result of another type", None)
-    if flops == 0:
-        return Refusal(frozenset(), "no expert matmul was found on the layer's rows", None)
-    return flops
+    assert costs is not None
+    flops, tokens, backends = (_by_layer(session, table) for table in (costs.flops, costs.tokens, costs.backends))
+    idle = frozenset(s for w in session.slot_wires for s in w.slots if not flops.get(session.root(s)))
+    if idle:
+        return Refusal(idle, "no expert matmul was found on the layer's rows", None)
+    return _Emission(
+        program,
+        {k: sum(v) for k, v in flops.items()},
+        {k: max(v) for k, v in tokens.items()},
+        {k: ", ".join(sorted(set(v))) for k, v in backends.items()},
+    )
 
 
-def _evaluator(
-    closed: Any, recovery: Recovery, consts: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], backend: str
-) -> Callable[..., Sequence[jax.Array]]:
-    def evaluate(*flat: Any) -> Sequence[jax.Array]:
-        results, _ = _run(recovery, consts, inputs, outputs, backend, (*closed.consts, *flat))
-        return results
+def _by_layer(session: Session, table: Sequence[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """What the lowering noted of index nodes, by the layer whose queue the index belongs to."""
+    layer_of = {rank.index.node: session.root(rank.site) for _, rank in session.ranks}
+    result: dict[Any, list[Any]] = {}
+    for node, entry in table:
+        if node in layer_of:
+            result.setdefault(layer_of[node], []).append(entry)
+    return result
 
-    return evaluate
+
+def _evaluator(closed: jex.core.ClosedJaxpr, emission: _Emission) -> Callable[..., Sequence[jax.Array]]:
+    function = jex.core.jaxpr_as_fun(emission.program)
+    return lambda *flat: function(*closed.consts, *flat)
 
 
 def _layers(session: Session) -> list[_Layer]:
@@ -193,23 +222,29 @@ def _layers(session: Session) -> list[_Layer]:
 
 def _layer(session: Session, members: list[Any]) -> _Layer:
     ranks = [(g, n) for g, n in session.ranks if n.site in members]
-    assignments = sum({n.site: _count(n) for _, n in ranks if n.site not in session.recomputed}.values())
-    choices = max((_choices(g, n) for g, n in ranks), default=1)
-    tokens = max((_count(n) // _choices(g, n) for g, n in ranks), default=0)
     thresholds = [t for s in members for t in session.thresholds.get(s, ())]
-    sizes = [n for s in members for n in session.slot_sizes.get(s, ())]
-    capacity = int(min(thresholds)) if thresholds else (min(sizes) if sizes else None)
-    removed = sum(math.prod(w.shape) * w.dtype.itemsize for w in session.slot_wires if set(w.slots) & set(members))
-    del choices
+    wires = [w for w in session.slot_wires if set(w.slots) & set(members)]
     return _Layer(
-        tuple(members),
-        describe(session.sources[members[0]]),
-        assignments,
-        tokens,
-        max((n.index.size for _, n in ranks), default=0),
-        capacity,
-        removed,
+        key=tuple(members),
+        source=describe(session.sources[members[0]]),
+        assignments=sum({n.site: _count(n) for _, n in ranks if n.site not in session.recomputed}.values()),
+        tokens=max((_count(n) // _choices(g, n) for g, n in ranks), default=0),
+        experts=max((n.index.size for _, n in ranks), default=0),
+        capacity=int(min(thresholds)) if thresholds else None,
+        removed_bytes=sum(math.prod(w.shape) * w.dtype.itemsize for w in wires),
+        naive_flops=_slot_flops(wires),
     )
+
+
+def _slot_flops(wires: Sequence[Any]) -> int:
+    """FLOPs of the contractions that make, read or give arrays over a slot axis."""
+    steps = {id(w.step): w.step for w in wires if getattr(w.step, "name", None) == "dot_general"}
+    return sum(_dot_flops(step) for step in steps.values())
+
+
+def _dot_flops(step: Any) -> int:
+    (contracted, _), _ = step.eqn.params["dimension_numbers"]
+    return 2 * math.prod(step.outputs[0].shape) * math.prod(step.inputs[0].shape[i] for i in contracted)
 
 
 def _count(rank: Rank) -> int:
@@ -222,30 +257,42 @@ def _choices(graph: Graph, rank: Rank) -> int:
 
 
 def _sites(
-    layers: dict[Any, _Layer], modes: dict[Any, str], denials: dict[Any, _Denial], options: PassOptions, flops: int
+    layers: dict[Any, _Layer],
+    modes: dict[Any, str],
+    denials: dict[Any, _Denial],
+    options: PassOptions,
+    emission: _Emission | None,
 ) -> tuple[Site, ...]:
-    sites = []
-    for _, layer in sorted(layers.items()):
-        mode = modes.get(layer.key[0], options.semantics)
-        denial = next((denials[s] for s in layer.key if s in denials), None)
-        kept = mode == "off"
-        sites.append(
-            Site(
-                status=KEPT if kept else REWRITTEN,
-                pattern="einsum_dispatch",
-                semantics=None if kept else mode,
-                source=layer.source,
-                reason=denial.reason if denial else None,
-                primitive=denial.primitive if denial else None,
-                reason_source=denial.source if denial else None,
-                tokens=layer.tokens,
-                experts=layer.experts,
-                choices=layer.assignments // layer.tokens if layer.tokens else 0,
-                capacity=layer.capacity,
-                drop_rule="rank >= capacity" if layer.capacity is not None else None,
-                backend=None if kept else options.backend,
-                useful_flops=0 if kept else flops // max(1, sum(modes.get(x.key[0]) != "off" for x in layers.values())),
-                removed_bytes=0 if kept else layer.removed_bytes,
-            )
-        )
-    return tuple(sites)
+    return tuple(_site(layer, modes, denials, options, emission) for _, layer in sorted(layers.items()))
+
+
+def _site(
+    layer: _Layer,
+    modes: dict[Any, str],
+    denials: dict[Any, _Denial],
+    options: PassOptions,
+    emission: _Emission | None,
+) -> Site:
+    mode = modes.get(layer.key[0], options.semantics)
+    denial = next((denials[s] for s in layer.key if s in denials), None)
+    root = layer.key[0]
+    kept = mode == "off" or emission is None
+    tokens = layer.tokens if kept or emission is None else emission.tokens.get(root, layer.tokens)
+    return Site(
+        status=KEPT if kept else REWRITTEN,
+        pattern="einsum_dispatch",
+        semantics=None if kept else mode,
+        source=layer.source,
+        reason=denial.reason if denial else None,
+        primitive=denial.primitive if denial else None,
+        reason_source=denial.source if denial else None,
+        tokens=tokens,
+        experts=layer.experts,
+        choices=layer.assignments // tokens if tokens else 0,
+        capacity=layer.capacity,
+        drop_rule="rank >= capacity" if layer.capacity is not None else None,
+        backend=None if kept or emission is None else emission.backends.get(root),
+        useful_flops=0 if kept or emission is None else emission.flops.get(root, 0),
+        naive_flops=layer.naive_flops,
+        removed_bytes=0 if kept else layer.removed_bytes,
+    )

@@ -354,13 +354,20 @@ class Recovery:
                 for part in parts_of(term):
                     here = self._sites_of_term(part)
                     sites |= here
-                    for site in here:
-                        self.session.slot_sizes.setdefault(site, set()).add(part.size)
+                    if isinstance(part, Idx):
+                        self._note_bound(part)
         wire.slots = sites
         if sites:
             self.session.unite(sites)
             self.session.slot_wires.append(wire)
             wire.changed = wire.changed or any(self.session.is_dropless(s) for s in sites)
+
+    def _note_bound(self, slot: Idx) -> None:
+        """An own position on an axis of length n is a test of the capacity too."""
+        fact = rank_of(self.graph, slot.factor)
+        if fact is not None and fact.is_own(self.graph):
+            threshold = slot.size - 1 - fact.constant
+            self.session.thresholds.setdefault(fact.rank.site, []).append(threshold)
 
     def _seal(self, wire: Wire, definition: Value | None) -> None:
         wire.definition = definition

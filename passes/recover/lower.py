@@ -130,8 +130,9 @@ class Lowering:
         self.layouts: dict[Node, Layout | None] = {}
         self.groupings: dict[Node, Grouping | None] = {}
         self.stack: list[Step | Scope] = [] if within is None else [within]
-        self.tokens: dict[Node, int] = {}
-        self.grouped_flops = 0
+        self.tokens: list[tuple[Node, int]] = []
+        self.flops: list[tuple[Node, int]] = []
+        self.backends: list[tuple[Node, str]] = []
         self._fed: dict[Scope, list[Feed]] = {}
         for step in recovery.steps:
             for wire in step.outputs:
@@ -269,8 +270,9 @@ class Lowering:
         inner = Lowering(scope.recovery, given, self.backend, scope)
         inner.needed(outputs)
         results = inner.results(outputs)
-        self.grouped_flops += times * inner.grouped_flops
-        self.tokens.update(inner.tokens)
+        self.flops += [(node, times * flops) for node, flops in inner.flops]
+        self.tokens += inner.tokens
+        self.backends += inner.backends
         return [jnp.asarray(r) if not hasattr(r, "dtype") or isinstance(r, np.ndarray) else r for r in results]
 
     def _scan(
@@ -637,7 +639,6 @@ class Lowering:
         grouping = self.grouping(node)
         assert grouping is not None
         points = term_vars(grouping.place)
-        routing = self.plan(layout.place)
         inner, free = grouping.inner, grouping.free
         left = self._product_rows(grouping.left, layout.place, points, inner, ())
         rows = lax.reshape(left, (left.shape[0], math.prod(v.size for v in inner)))
@@ -651,10 +652,10 @@ class Lowering:
         flipped = [grouping.axis, *order[1 + len(inner) :], *order[1 : 1 + len(inner)]]
         if flipped == sorted(flipped) and order != sorted(order):
             matrix = lax.reshape(weights, (experts, n, k))
-            out = self._grouped_dot(rows, matrix, routing, True, node.dtype)
+            out = self._grouped_dot(rows, matrix, layout.place, True, node.dtype)
         else:
             matrix = lax.reshape(lax.transpose(weights, order), (experts, k, n))
-            out = self._grouped_dot(rows, matrix, routing, False, node.dtype)
+            out = self._grouped_dot(rows, matrix, layout.place, False, node.dtype)
         if node.coef != 1:
             out = out * np.asarray(node.coef, out.dtype)
         out = lax.reshape(out, (out.shape[0], *(v.size for v in free)))
@@ -665,17 +666,22 @@ class Lowering:
         wanted = [position[v] for v in node.out if v in position]
         return lax.transpose(out, [0, *(1 + i for i in wanted)])
 
-    def _grouped_dot(self, rows: Any, matrix: Any, routing: ops.Plan, transpose: bool, dtype: Any) -> Any:
-        self.grouped_flops += 2 * rows.shape[0] * matrix.shape[1] * matrix.shape[2]
+    def _grouped_dot(self, rows: Any, matrix: Any, index: Idx, transpose: bool, dtype: Any) -> Any:
+        self._note_matmul(index, (rows.shape[0], *matrix.shape[1:]), (rows.dtype, matrix.dtype))
         kind = jnp.promote_types(rows.dtype, matrix.dtype)
         return ops.grouped_dot(
             rows.astype(kind),
             matrix.astype(kind),
-            routing.group_sizes,
+            self.plan(index).group_sizes,
             transpose_w=transpose,
             backend=self.backend,
             preferred_element_type=dtype,
         )
+
+    def _note_matmul(self, index: Idx, sizes: tuple[int, int, int], dtypes: Sequence[Any]) -> None:
+        need = ops.Need(jax.default_backend(), tuple(np.dtype(d) for d in dtypes), sizes[1], sizes[2])
+        self.flops.append((index.node, 2 * math.prod(sizes)))
+        self.backends.append((index.node, ops.resolve(self.backend, need)))
 
     def _product_rows(
         self,
@@ -735,7 +741,7 @@ class Lowering:
                 place = digit if place is None else place * np.int32(v.size) + digit
             self.rows[key] = place
             if len(used) < len(points):
-                self.tokens[index.node] = math.prod(v.size for v in used)
+                self.tokens.append((index.node, math.prod(v.size for v in used)))
         return self.rows[key]
 
     # ------------------------------------------------------------------------------------------- einsums
@@ -947,7 +953,7 @@ class Lowering:
             a = lax.reshape(a, (a.shape[0], math.prod(v.size for v in a_vars)))
             b = lax.reshape(b, (b.shape[0], math.prod(v.size for v in b_vars)))
             kind = jnp.promote_types(a.dtype, b.dtype)
-            self.grouped_flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+            self._note_matmul(index, (a.shape[0], a.shape[1], b.shape[1]), (a.dtype, b.dtype))
             total = ops.grouped_outer(
                 a.astype(kind),
                 b.astype(kind),
@@ -978,7 +984,7 @@ class Lowering:
         largest = ops.group_max(flat, self.plan(index).group_sizes, lowest)
         largest = lax.reshape(largest, (indices[0].size, *(v.size for v in dense)))
         order = [indices[0], *dense]
-        return lax.transpose(largest, [order.index(t) for t in out])  # type: ignore[arg-type]
+        return lax.transpose(largest, [order.index(t) for t in out])
 
     def _asker(self) -> Step | Scope | None:
         return self.stack[-1] if self.stack else None

@@ -25,7 +25,6 @@ class Session:
     signatures: dict[Path, Any] = dataclasses.field(default_factory=dict)
     recomputed: set[Path] = dataclasses.field(default_factory=set)
     thresholds: dict[Path, list[float]] = dataclasses.field(default_factory=dict)
-    slot_sizes: dict[Path, set[int]] = dataclasses.field(default_factory=dict)
     slot_wires: list[Any] = dataclasses.field(default_factory=list)
     ranks: list[Any] = dataclasses.field(default_factory=list)
     unentered: Any = None
@@ -68,8 +67,8 @@ class Session:
             same = sorted(s for s, sig in self.signatures.items() if sig == signature)
             again = [s for s in same if s in self.recomputed]
             first = [s for s in same if s not in self.recomputed]
-            for forward, backward in zip(reversed(first), again, strict=False):
-                self.unite(frozenset({forward, backward}))
+            for place, site in enumerate(again if first else ()):
+                self.unite(frozenset({first[-1 - place % len(first)], site}))
 
     def bound_together(self, sites: frozenset[Path]) -> set[Path]:
         """The sites whose mode must change with that of `sites`: their layers, and any they may be recomputed as."""

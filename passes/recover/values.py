@@ -67,7 +67,7 @@ from moe_xla.passes.recover.terms import (
     vars_of,
 )
 
-Equalities = frozenset[tuple[Idx, Term]]
+Equalities = frozenset[tuple[Idx, Idx]]
 
 
 class NoRule(Exception):
@@ -809,7 +809,9 @@ def _fills_all(value: Value) -> bool:
 
 
 def _as_plain(graph: Graph, value: Value) -> Value:
-    if any(p.equalities for p in value.pieces) or any(_is_outer(p) for p in value.pieces):
+    if any(p.equalities or _is_outer(p) for p in value.pieces):
+        return value
+    if is_boolean(value.dtype) and any(p.coef != 1 for p in value.pieces):
         return value
     prim = prims.or_p if is_boolean(value.dtype) else prims.add_p
     total: Value | None = None

@@ -117,7 +117,8 @@ def _lift(graph: Graph, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Valu
 
     def value_of(atom: Any) -> Value:
         if isinstance(atom, jex.core.Literal):
-            return of_literal(graph, np.asarray(atom.val), atom.aval.shape, atom.aval.dtype)
+            aval: Any = atom.aval
+            return of_literal(graph, np.asarray(atom.val), aval.shape, aval.dtype)
         return values[atom]
 
     for eqn in jaxpr.eqns:
