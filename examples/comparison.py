@@ -21,43 +21,62 @@ from moe_xla.report import format_table
 
 
 @dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled step; `compile_seconds` counts tracing, lowering and compiling."""
+
+    name: str
+    executable: Any
+    compile_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
     """One training run.
 
     Attributes:
-      name: what compiled the step.
+      program: what ran.
       losses: one for each step.
       seconds: time of each step.
-      compile_seconds: tracing, lowering and compiling.
-      temporary_bytes: most memory that the step holds besides its arguments and results.
     """
 
-    name: str
+    program: Program
     losses: list[float]
     seconds: list[float]
-    compile_seconds: float
-    temporary_bytes: int
+
+    @property
+    def name(self) -> str:
+        """What compiled the step."""
+        return self.program.name
 
     @property
     def step_seconds(self) -> float:
         """Median time of a step."""
         return statistics.median(self.seconds)
 
+    @property
+    def temporary_bytes(self) -> int:
+        """Most memory that the step holds besides its arguments and results."""
+        return int(self.program.executable.memory_analysis().temp_size_in_bytes)
 
-def train(name: str, step: Any, state: Any, batches: Sequence[np.ndarray]) -> Run:
-    """Compiles `step`, then runs it over the batches with a progress bar; `state` is donated."""
+
+def compiled(name: str, step: Any, state: Any, batch: np.ndarray) -> Program:
+    """Compiles `step` for arguments like these."""
     start = time.perf_counter()
-    program = step.lower(state, batches[0]).compile()
-    compile_seconds = time.perf_counter() - start
+    executable = step.lower(state, batch).compile()
+    return Program(name, executable, time.perf_counter() - start)
+
+
+def train(program: Program, state: Any, batches: Sequence[np.ndarray]) -> Run:
+    """Runs the step over the batches with a progress bar; `state` is donated."""
     losses, seconds = [], []
-    with tqdm(batches, desc=f"{name:18}", unit="step") as progress:
+    with tqdm(batches, desc=f"{program.name:18}", unit="step") as progress:
         for batch in progress:
             start = time.perf_counter()
-            state, loss = jax.block_until_ready(program(state, batch))
+            state, loss = jax.block_until_ready(program.executable(state, batch))
             seconds.append(time.perf_counter() - start)
             losses.append(float(loss))
             progress.set_postfix(loss=f"{losses[-1]:.3f}")
-    return Run(name, losses, seconds, compile_seconds, program.memory_analysis().temp_size_in_bytes)
+    return Run(program, losses, seconds)
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -69,7 +88,7 @@ def table(runs: Sequence[Run]) -> str:
             f"{1e3 * run.step_seconds:.0f} ms",
             f"{runs[0].step_seconds / run.step_seconds:.2f} x",
             f"{run.temporary_bytes / 1e6:.0f} MB",
-            f"{run.compile_seconds:.1f} s",
+            f"{run.program.compile_seconds:.1f} s",
             f"{run.losses[-1]:.4f}",
         )
         for run in runs

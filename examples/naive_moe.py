@@ -1,6 +1,6 @@
 """A byte-level Mixture-of-Experts transformer, written the way most people write one: the user's code in this demo.
 
-Nothing here knows of `moe_xla`.  The layer follows Switch Transformer (arXiv:2101.03961) and GShard (arXiv:2006.16668):
+Nothing here knows of `moe_xla`.  The layer follows Switch Transformer (arXiv:2101.03961) and V-MoE (arXiv:2106.05974):
 one-hot masks, positions by a cumulative sum, `capacity` slots an expert, einsums in and out of a padded buffer.
 
 In: `Config` and a key.  Out: `init` gives the parameters, `loss` the training loss of a batch of bytes.
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 Params = dict[str, jax.Array]
-Tree = dict[str, "jax.Array | Params | list[Params]"]
+Tree = dict[str, Any]
 
 BYTES = 256
 
@@ -71,7 +72,6 @@ def moe_layer(params: Params, x: jax.Array, config: Config) -> tuple[jax.Array, 
 
     probs = jax.nn.softmax(x @ params["router"])  # [T, E]
     gates, chosen = jax.lax.top_k(probs, choices)  # [T, K]
-    gates = gates / gates.sum(axis=-1, keepdims=True)
 
     # Each token's place in the queue of its expert; all first choices queue before the second ones.
     onehot = jax.nn.one_hot(chosen, experts)  # [T, K, E]

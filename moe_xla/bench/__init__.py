@@ -28,8 +28,8 @@ import jax
 from absl import app, flags
 
 from moe_xla.bench.layers import FORM_CHOICES, FORMS, Problem
-from moe_xla.bench.measure import VARIANTS, measure
-from moe_xla.bench.overhead import measure_overhead
+from moe_xla.bench.measure import VARIANTS, measurements
+from moe_xla.bench.overhead import overheads
 from moe_xla.bench.tables import layer_table, overhead_table
 
 _TOKENS = flags.DEFINE_integer("tokens", Problem.tokens, "T, rows of the layer's input.", lower_bound=1)
@@ -92,11 +92,11 @@ def main(argv: Sequence[str]) -> None:
     results = []
     for problem in problems():
         if _OVERHEAD.value:
-            overheads = measure_overhead(problem, _LAYERS.value, _OVERHEAD_REPEATS.value)
-            print(overhead_table(problem, overheads), end="\n\n", flush=True)
-            measured: dict[str, Any] = {"overhead": list(map(dataclasses.asdict, overheads))}
+            found = overheads(problem, _LAYERS.value, _OVERHEAD_REPEATS.value)
+            print(overhead_table(problem, found), end="\n\n", flush=True)
+            measured: dict[str, Any] = {"overhead": list(map(dataclasses.asdict, found))}
         else:
-            layer = measure(problem, _VARIANTS.value, _REPEATS.value, _SEED.value)
+            layer = measurements(problem, _VARIANTS.value, _REPEATS.value, _SEED.value)
             print(layer_table(problem, layer), end="\n\n", flush=True)
             measured = {"variants": {name: dataclasses.asdict(m) for name, m in layer.items()}}
         results.append({"problem": dataclasses.asdict(problem) | {"capacity": problem.capacity}, **measured})

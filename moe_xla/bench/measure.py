@@ -171,7 +171,7 @@ def largest_error(actual: Any, expected: Any) -> float:
     return float(max(jax.tree.leaves(jax.tree.map(error, actual, expected))))
 
 
-def measure(problem: Problem, names: Sequence[str], repeats: int, seed: int) -> dict[str, Measurement]:
+def measurements(problem: Problem, names: Sequence[str], repeats: int, seed: int) -> dict[str, Measurement]:
     """Compiles the named variants, compares their results and times them in turns."""
     programs: dict[str, Compiled] = {}
     calls: dict[str, Callable[[], Any]] = {}

@@ -63,9 +63,9 @@ def deep_arguments(problem: Problem, layers: int, scanned: bool) -> tuple[Any, j
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((layers, *leaf.shape), leaf.dtype), params), x
 
 
-def measure_overhead(problem: Problem, layers: int, repeats: int) -> list[Overhead]:
+def overheads(problem: Problem, layers: int, repeats: int) -> list[Overhead]:
     """Traces and compiles the deep step with each compiler, `repeats` times in turns."""
-    overheads = []
+    found = []
     for name, scanned in (("unrolled", False), ("scanned", True)):
         args = deep_arguments(problem, layers, scanned)
         # A new function each time: jax keeps the trace of one that it has seen.
@@ -73,11 +73,11 @@ def measure_overhead(problem: Problem, layers: int, repeats: int) -> list[Overhe
             {compiler: compiled(COMPILERS[compiler], deep_step(problem, scanned), args) for compiler in COMPILERS}
             for _ in range(repeats)
         ]
-        overheads += _overheads(f"{layers} layers {name}", rounds)
-    return overheads
+        found += _medians(f"{layers} layers {name}", rounds)
+    return found
 
 
-def _overheads(step: str, rounds: Sequence[dict[str, Compiled]]) -> list[Overhead]:
+def _medians(step: str, rounds: Sequence[dict[str, Compiled]]) -> list[Overhead]:
     trace = {name: statistics.median(r[name].trace_seconds for r in rounds) for name in COMPILERS}
     compiling = {name: statistics.median(r[name].compile_seconds for r in rounds) for name in COMPILERS}
     return [

@@ -11,7 +11,10 @@ each size has a loop of its own over the experts that use it.  Why it looks like
   experts), hence a loop a size.
 - A last block of at least half its size is written as two overlapping parts that end exactly with the group, which
   needs no mask, no order between blocks and no read of the result.
-- Compiling takes time in proportion to the number of loops; seven sizes are within a few percent of eighteen.
+- Compiling takes time in proportion to the number of loops; seven sizes are within a few percent of eighteen.  Small
+  products have no loop at all: they run every expert on every row and select, which compiles seven times faster.
+- XLA:CPU slices and updates 16-bit floats as float32, which converts the whole array in every step; so they are carried
+  as integers.  The dot itself takes 16-bit blocks with a float32 result several times faster than one dense 16-bit dot.
 - `grouped_outer` sums the blocks of a group before it writes: adding into the result in place would read and write it
   once more for every block.  For many experts its cost is that of writing E * m * n values for the first time.
 """
@@ -31,25 +34,27 @@ from jax import numpy as jnp
 
 from moe_xla.ops import checks, varying
 from moe_xla.ops.contract import Contract
-from moe_xla.ops.routing import group_ends
+from moe_xla.ops.routing import expert_of_row, group_ends
+
+_Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 CONTRACT = Contract(
     platforms=("cpu", "cuda", "rocm", "tpu"),
     dtypes=("bfloat16", "float16", "float32", "float64"),
-    temporaries="one block of rows, one matrix",
+    temporaries="one block of rows, one matrix; for 16-bit dtypes also a copy of operands and result",
 )
 
 # Sizes of last blocks in units that grow with the mean group. Each is at most twice the one before (see grouped_dot).
 _STEPS_LARGE, _STEPS_SMALL = (1, 2, 4, 6, 8, 9, 10), (1, 2, 3, 4, 5, 6, 8)
 _LARGE_MEAN, _MAIN_STEP = 192, 8
 _LEAST_UNIT, _MOST_UNIT = 8, 128
-# Below this many multiply-adds, one masked block of all rows per expert costs less than it takes to compile more.
-_TINY_WORK = 2**22
+# Up to this many multiply-adds, every expert on every row costs no more than a fraction of a millisecond.
+_SMALL_WORK = 2**21
 _REDUCED_ROWS = 256
 
 
 def grouped_dot(
-    rows: jax.Array, w: jax.Array, group_sizes: jax.Array, *, transpose_w: bool, out_dtype: Any
+    rows: jax.Array, w: jax.Array, group_sizes: jax.Array, *, transpose_w: bool, out_dtype: Any, precision: Any = None
 ) -> jax.Array:
     """[A, n]: each row times its group's matrix; see `moe_xla.ops.grouped_dot`."""
     count, (experts, *matrix) = rows.shape[0], w.shape
@@ -57,10 +62,11 @@ def grouped_dot(
     shape = (count, matrix[1 - k_axis])
     if 0 in (count, experts, *matrix):
         return lax.full(shape, 0, out_dtype)
-    sizes = _block_sizes(count, experts, matrix[0] * matrix[1])
+    dot = _dot(rows.dtype, w.dtype, 1, k_axis, precision)
+    if experts * count * matrix[0] * matrix[1] <= _SMALL_WORK:
+        return _small_dot(rows, w, group_sizes, dot, out_dtype)
+    sizes = _block_sizes(count, experts)
     blocks = _blocks(sizes, group_sizes, count)
-    dot = _dot(rows.dtype, w.dtype, 1, k_axis)
-
     out = _zeros(shape, out_dtype, rows)
     rows, w = _bits(rows), _bits(w)
 
@@ -91,15 +97,19 @@ def grouped_dot(
     return _floats(_over_sizes(blocks, sizes, over_last, out), out_dtype)
 
 
-def grouped_outer(a: jax.Array, b: jax.Array, group_sizes: jax.Array, *, out_dtype: Any) -> jax.Array:
+def grouped_outer(
+    a: jax.Array, b: jax.Array, group_sizes: jax.Array, *, out_dtype: Any, precision: Any = None
+) -> jax.Array:
     """[E, m, n]: the product of each group's rows; see `moe_xla.ops.grouped_outer`."""
     count, experts = a.shape[0], group_sizes.size
     shape = (experts, a.shape[1], b.shape[1])
     if 0 in (count, *shape):
         return lax.full(shape, 0, out_dtype)
-    sizes = _block_sizes(count, experts, a.shape[1] * b.shape[1])
+    dot = _dot(a.dtype, b.dtype, 0, 0, precision)
+    if count * experts * a.shape[1] * b.shape[1] <= _SMALL_WORK:
+        return _small_outer(a, b, group_sizes, dot, out_dtype)
+    sizes = _block_sizes(count, experts)
     blocks = _blocks(sizes, group_sizes, count)
-    dot = _dot(a.dtype, b.dtype, 0, 0)
     out = _zeros(shape, out_dtype, a)
     a, b = _bits(a), _bits(b)
 
@@ -133,6 +143,9 @@ def reduce_groups(
     out = lax.broadcast(lax.convert_element_type(initial, wide), (experts, rows.shape[1]))
     if 0 in (count, *out.shape):
         return out
+    if experts * rows.size <= _SMALL_WORK:
+        own = _own_rows(rows, group_sizes, initial)
+        return jax.vmap(lambda group: reduce_block(lax.convert_element_type(group, wide)))(own)
     size = min(_REDUCED_ROWS, count)
     ends = group_ends(group_sizes, count)
     out, rows, fill = varying.like(out, rows), _bits(rows), _bits(lax.convert_element_type(initial, dtype))
@@ -147,7 +160,33 @@ def reduce_groups(
 
         return end, _write(out, _stepping(start, end, size, step, _element(out, expert))[None], expert)
 
-    return lax.fori_loop(0, experts, over_expert, (lax.full_like(_element(ends, np.int32(0)), 0), out))[1]
+    return lax.fori_loop(0, experts, over_expert, (lax.full_like(ends, 0, shape=()), out))[1]
+
+
+def _small_dot(rows: jax.Array, w: jax.Array, group_sizes: jax.Array, dot: _Product, out_dtype: Any) -> jax.Array:
+    every = lax.convert_element_type(jax.vmap(dot, (None, 0))(rows, w), out_dtype)  # [E, A, n]
+    experts, count, n = every.shape
+    expert = expert_of_row(group_sizes, count)
+    chosen = lax.min(expert, np.int32(experts - 1)) * np.int32(count) + lax.iota(np.int32, count)
+    numbers = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
+    flat = lax.reshape(every, (experts * count, n))
+    out = lax.gather(flat, chosen[:, None], numbers, (1, n), mode="promise_in_bounds")
+    present = lax.broadcast_in_dim(expert < np.int32(experts), out.shape, (0,))
+    return lax.select(present, out, lax.full_like(out, 0))
+
+
+def _small_outer(a: jax.Array, b: jax.Array, group_sizes: jax.Array, dot: _Product, out_dtype: Any) -> jax.Array:
+    own = (_own_rows(x, group_sizes, 0) for x in (a, b))
+    return lax.convert_element_type(jax.vmap(dot)(*own), out_dtype)
+
+
+def _own_rows(rows: jax.Array, group_sizes: jax.Array, fill: Any) -> jax.Array:
+    """[E, A, n]: all rows for each expert, those of others as `fill`."""
+    shape = (group_sizes.size, *rows.shape)
+    expert = lax.broadcast_in_dim(expert_of_row(group_sizes, rows.shape[0]), shape, (1,))
+    own = lax.eq(expert, lax.broadcasted_iota(np.int32, shape, 0))
+    filling = lax.broadcast(lax.convert_element_type(fill, rows.dtype), shape)
+    return lax.select(own, lax.broadcast_in_dim(rows, shape, (1, 2)), filling)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,9 +197,7 @@ class _BlockSizes:
     last: tuple[int, ...]
 
 
-def _block_sizes(count: int, experts: int, matrix: int) -> _BlockSizes:
-    if experts * count * matrix <= _TINY_WORK:
-        return _BlockSizes(count, (count,))
+def _block_sizes(count: int, experts: int) -> _BlockSizes:
     mean = max(count / experts, 1)
     steps = _STEPS_LARGE if mean >= _LARGE_MEAN else _STEPS_SMALL
     units_per_mean = 8 if mean >= _LARGE_MEAN else 4
@@ -221,7 +258,7 @@ def _over_sizes(blocks: _Blocks, sizes: _BlockSizes, visit: Callable[..., jax.Ar
 
 
 def _over_experts(
-    order: jax.Array, first: jax.Array, stop: jax.Array, visit: Callable[..., jax.Array], out: jax.Array
+    order: jax.Array, first: jax.Array | np.int32, stop: jax.Array, visit: Callable[..., jax.Array], out: jax.Array
 ) -> jax.Array:
     return lax.fori_loop(first, stop, lambda i, out: visit(_element(order, i), out), out)
 
@@ -244,7 +281,7 @@ def _stepping(
     return lax.while_loop(lambda state: state[0] < stop, body, (start, carry))[1]
 
 
-def _dot(a_dtype: Any, b_dtype: Any, a_axis: int, b_axis: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _dot(a_dtype: Any, b_dtype: Any, a_axis: int, b_axis: int, precision: Any) -> _Product:
     """Product of two matrices, given as bits, over one axis each, in their common dtype, with a wide result."""
     common = jnp.promote_types(a_dtype, b_dtype)
 
@@ -253,6 +290,7 @@ def _dot(a_dtype: Any, b_dtype: Any, a_axis: int, b_axis: int) -> Callable[[jax.
             lax.convert_element_type(_floats(a, a_dtype), common),
             lax.convert_element_type(_floats(b, b_dtype), common),
             (((a_axis,), (b_axis,)), ((), ())),
+            precision=precision,
             preferred_element_type=checks.accumulator(common),
         )
 
@@ -260,7 +298,7 @@ def _dot(a_dtype: Any, b_dtype: Any, a_axis: int, b_axis: int) -> Callable[[jax.
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """`x` as integers if it has 16 bits: XLA:CPU would slice and update it as float32, converting all of it each time."""
+    """`x` as integers if it has 16 bits (see the head of this module)."""
     return lax.bitcast_convert_type(x, np.uint16) if x.dtype.itemsize == 2 else x
 
 
@@ -296,7 +334,7 @@ def _inside(block: jax.Array, first: jax.Array, start: jax.Array, end: jax.Array
 
 
 def _read_masked(x: jax.Array, start: jax.Array, end: jax.Array, size: int, fill: Any = 0) -> jax.Array:
-    """`size` rows of `x` around rows `start` to `end`, all others as `fill`; ends with `x` if `start + size` would not."""
+    """`size` rows of `x` from `start` on, or its last ones; those outside `start` to `end` as `fill`."""
     first = lax.min(start, np.int32(x.shape[0] - size))
     block = _read(x, first, size)
     filling = lax.broadcast(lax.convert_element_type(fill, x.dtype), block.shape)

@@ -42,11 +42,14 @@ def int_vector(name: str, value: Any) -> jax.Array:
 
 
 def int_array(name: str, value: Any) -> jax.Array:
-    """`value` as an int32 array of any rank."""
+    """`value` as an int32 array of any rank; what int32 cannot hold becomes negative."""
     x = array(name, value)
     if not np.issubdtype(x.dtype, np.integer):
         raise TypeError(f"{name} has dtype {x.dtype.name}; it must be an integer type")
-    return lax.convert_element_type(x, np.int32)
+    narrow = lax.convert_element_type(x, np.int32)
+    if np.can_cast(x.dtype, np.int32):
+        return narrow
+    return lax.select(lax.eq(lax.convert_element_type(narrow, x.dtype), x), narrow, lax.full_like(narrow, -1))
 
 
 def count(name: str, value: Any, least: int = 0) -> int:
@@ -77,6 +80,24 @@ def float_dtype(name: str, value: Any, default: Any) -> np.dtype:
     if dtype not in FLOATS:
         raise TypeError(f"{name} is {dtype.name}; allowed are {', '.join(d.name for d in FLOATS)}")
     return dtype
+
+
+def precision(value: Any) -> Any:
+    """`value` as `jax.lax.dot_general` takes it, hashable; jax's default matmul precision if it is None."""
+    if value is None:
+        value = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]  # made at run time
+    if value is None or isinstance(value, (lax.Precision, lax.DotAlgorithm, lax.DotAlgorithmPreset)):
+        return value
+    try:
+        if not isinstance(value, str):
+            first, second = value
+            return lax.Precision(first), lax.Precision(second)
+        return lax.DotAlgorithmPreset[value] if value in lax.DotAlgorithmPreset.__members__ else lax.Precision(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"precision is {value!r}; allowed are None, a jax.lax.Precision or its name, two of them, "
+            "a jax.lax.DotAlgorithmPreset or its name, and a jax.lax.DotAlgorithm"
+        ) from error
 
 
 def accumulator(*dtypes: Any) -> np.dtype:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 from jax import numpy as jnp
 
 from moe_xla.ops import backends, checks
@@ -25,6 +26,7 @@ def grouped_dot(
     transpose_w: bool = False,
     backend: str = "auto",
     preferred_element_type: Any = None,
+    precision: Any = None,
 ) -> jax.Array:
     """Multiplies each row by the matrix of its group.
 
@@ -35,6 +37,7 @@ def grouped_dot(
       transpose_w: contract the last axis of `w`.
       backend: name of a backend, or "auto" for the first eligible one.
       preferred_element_type: dtype of the result, the promoted dtype of `rows` and `w` if None.
+      precision: as for `jax.lax.dot_general`; gradients use it too.
 
     Returns:
       [A, n], accumulated in float32 at least, zero in tail rows.  NaN in tail rows goes nowhere; NaN in one expert's
@@ -58,11 +61,18 @@ def grouped_dot(
         transpose_w=bool(transpose_w),
         backend=backends.check_name(backend),
         preferred_element_type=checks.float_dtype("preferred_element_type", preferred_element_type, default),
+        precision=checks.precision(precision),
     )
 
 
 def grouped_outer(
-    a: Any, b: Any, group_sizes: Any, *, backend: str = "auto", preferred_element_type: Any = None
+    a: Any,
+    b: Any,
+    group_sizes: Any,
+    *,
+    backend: str = "auto",
+    preferred_element_type: Any = None,
+    precision: Any = None,
 ) -> jax.Array:
     """Sums, for each group, the outer products of its rows of `a` and `b`: the weight gradient of `grouped_dot`.
 
@@ -72,6 +82,7 @@ def grouped_outer(
       group_sizes: [E] integers, on the device.
       backend: name of a backend, or "auto" for the first eligible one.
       preferred_element_type: dtype of the result, the promoted dtype of `a` and `b` if None.
+      precision: as for `jax.lax.dot_general`; gradients use it too.
 
     Returns:
       [E, m, n], accumulated in float32 at least, exactly zero for empty groups; tail rows are not read.
@@ -92,47 +103,56 @@ def grouped_outer(
         preferred_element_type=checks.float_dtype(
             "preferred_element_type", preferred_element_type, jnp.promote_types(a_am.dtype, b_an.dtype)
         ),
+        precision=checks.precision(precision),
     )
 
 
 def _dot(
-    rows: Any, w: Any, sizes: Any, *, transpose_w: bool, backend: str, preferred_element_type: Any, platform: str
-) -> Any:
+    rows: Any, w: Any, sizes: Any, *, transpose_w: bool, preferred_element_type: Any, platform: str, **rest: Any
+) -> jax.Array:
     k, n = rows.shape[1], w.shape[1 if transpose_w else 2]
-    chosen = backends.resolve(backend, Need(platform, (rows.dtype, w.dtype), k, n))
+    chosen = backends.resolve(rest["backend"], Need(platform, (rows.dtype, w.dtype), k, n))
     return backends.BACKENDS[chosen].grouped_dot(
-        rows, w, sizes, transpose_w=transpose_w, out_dtype=preferred_element_type
+        rows, w, sizes, transpose_w=transpose_w, out_dtype=preferred_element_type, precision=rest["precision"]
     )
 
 
-def _outer(a: Any, b: Any, sizes: Any, *, backend: str, preferred_element_type: Any, platform: str) -> jax.Array:
-    chosen = backends.resolve(backend, Need(platform, (a.dtype, b.dtype), a.shape[1], b.shape[1]))
-    return backends.BACKENDS[chosen].grouped_outer(a, b, sizes, out_dtype=preferred_element_type)
+def _outer(a: Any, b: Any, sizes: Any, *, preferred_element_type: Any, platform: str, **rest: Any) -> jax.Array:
+    chosen = backends.resolve(rest["backend"], Need(platform, (a.dtype, b.dtype), a.shape[1], b.shape[1]))
+    return backends.BACKENDS[chosen].grouped_outer(
+        a, b, sizes, out_dtype=preferred_element_type, precision=rest["precision"]
+    )
 
 
-def _dot_shape(rows: Any, w: Any, sizes: Any, *, transpose_w: bool, backend: str, preferred_element_type: Any) -> Any:
+def _dot_shape(rows: Any, w: Any, sizes: Any, *, transpose_w: bool, preferred_element_type: Any, **_: Any) -> Any:
     return (rows.shape[0], w.shape[1 if transpose_w else 2]), preferred_element_type
 
 
-def _outer_shape(a: Any, b: Any, sizes: Any, *, backend: str, preferred_element_type: Any) -> Any:
+def _outer_shape(a: Any, b: Any, sizes: Any, *, preferred_element_type: Any, **_: Any) -> Any:
     return (sizes.shape[0], a.shape[1], b.shape[1]), preferred_element_type
 
 
-def _dot_rows_ct(ct: Any, rows: Any, w: Any, sizes: Any, *, transpose_w: bool, backend: str, **_: Any) -> jax.Array:
-    return grouped_dot(ct, w, sizes, transpose_w=not transpose_w, backend=backend, preferred_element_type=rows.dtype)
+def _dot_rows_ct(ct: Any, rows: Any, w: Any, sizes: Any, **params: Any) -> jax.Array:
+    transpose_w = not params["transpose_w"]
+    return bind(grouped_dot_p, ct, w, sizes, **_with(params, rows, transpose_w=transpose_w))
 
 
-def _dot_w_ct(ct: Any, rows: Any, w: Any, sizes: Any, *, transpose_w: bool, backend: str, **_: Any) -> jax.Array:
+def _dot_w_ct(ct: Any, rows: Any, w: Any, sizes: Any, *, transpose_w: bool, **params: Any) -> jax.Array:
     a, b = (ct, rows) if transpose_w else (rows, ct)
-    return grouped_outer(a, b, sizes, backend=backend, preferred_element_type=w.dtype)
+    return bind(grouped_outer_p, a, b, sizes, **_with(params, w))
 
 
-def _outer_a_ct(ct: Any, a: Any, b: Any, sizes: Any, *, backend: str, **_: Any) -> jax.Array:
-    return grouped_dot(b, ct, sizes, transpose_w=True, backend=backend, preferred_element_type=a.dtype)
+def _outer_a_ct(ct: Any, a: Any, b: Any, sizes: Any, **params: Any) -> jax.Array:
+    return bind(grouped_dot_p, b, ct, sizes, **_with(params, a, transpose_w=True))
 
 
-def _outer_b_ct(ct: Any, a: Any, b: Any, sizes: Any, *, backend: str, **_: Any) -> jax.Array:
-    return grouped_dot(a, ct, sizes, backend=backend, preferred_element_type=b.dtype)
+def _outer_b_ct(ct: Any, a: Any, b: Any, sizes: Any, **params: Any) -> jax.Array:
+    return bind(grouped_dot_p, a, ct, sizes, **_with(params, b, transpose_w=False))
+
+
+def _with(params: dict[str, Any], of: Any, **changes: Any) -> dict[str, Any]:
+    """`params` of the product that is the cotangent of operand `of`, which has its dtype."""
+    return {**params, **changes, "preferred_element_type": np.dtype(of.dtype)}
 
 
 grouped_dot_p = primitive(

@@ -90,8 +90,7 @@ def group_max(rows: Any, group_sizes: Any, initial: Any) -> jax.Array:
 
 @jax.custom_jvp
 def _group_max(rows: jax.Array, sizes: jax.Array, initial: jax.Array) -> jax.Array:
-    largest = functools.partial(lax.reduce_max, axes=(0,))
-    return lax.convert_element_type(blocked.reduce_groups(rows, sizes, initial, largest, lax.max), rows.dtype)
+    return bind(group_max_p, rows, sizes, initial)
 
 
 @_group_max.defjvp
@@ -104,6 +103,11 @@ def _group_max_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     count = bind(group_sum_p, lax.convert_element_type(attained, rows.dtype), sizes, out_dtype=rows.dtype)
     total = bind(group_sum_p, share, sizes, out_dtype=rows.dtype)
     return largest, total / lax.max(count, lax.full_like(count, 1))
+
+
+def _largest(rows: jax.Array, sizes: jax.Array, initial: jax.Array) -> jax.Array:
+    largest = functools.partial(lax.reduce_max, axes=(0,))
+    return lax.convert_element_type(blocked.reduce_groups(rows, sizes, initial, largest, lax.max), rows.dtype)
 
 
 def _group_sum(rows: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
@@ -140,5 +144,15 @@ spread_p: core.Primitive = primitive(
         shape=lambda values, sizes, rows: ((rows, values.shape[1]), values.dtype),
         implementation=_spread,
         transposes={0: lambda ct, values, sizes, rows: bind(group_sum_p, ct, sizes, out_dtype=values.dtype)},
+    )
+)
+
+# Not linear: `_group_max` gives its derivative.
+group_max_p: core.Primitive = primitive(
+    LinearOp(
+        name="moe_group_max",
+        shape=lambda rows, sizes, initial: ((sizes.shape[0], rows.shape[1]), rows.dtype),
+        implementation=_largest,
+        transposes={},
     )
 )

@@ -35,6 +35,7 @@ class LinearOp:
       shape: `shape(*avals, **params) -> (shape, dtype)` of the one result.
       implementation: `implementation(*arrays, **params)`; also gets `platform=` if `per_platform`.
       transposes: operand position to `rule(cotangent, *operands, **params)`; the operand itself is abstract there.
+        None for an operation that is not linear and gets its derivative elsewhere.
       per_platform: the implementation depends on the platform that the program is lowered for.
       batch: `batch(primitive, operands, dims, **params) -> (result, dim)`; by default a scan over the batch.
     """

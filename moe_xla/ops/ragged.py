@@ -32,9 +32,12 @@ _OUTER = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 
 def grouped_dot(
-    rows: jax.Array, w: jax.Array, group_sizes: jax.Array, *, transpose_w: bool, out_dtype: Any
+    rows: jax.Array, w: jax.Array, group_sizes: jax.Array, *, transpose_w: bool, out_dtype: Any, precision: Any = None
 ) -> jax.Array:
     """[A, n]: each row times its group's matrix; see `moe_xla.ops.grouped_dot`."""
+    shape = (rows.shape[0], w.shape[1 if transpose_w else 2])
+    if 0 in (*rows.shape, *w.shape):
+        return lax.full(shape, 0, out_dtype)
     common = jnp.promote_types(rows.dtype, w.dtype)
     finite = lax.is_finite(w)
     poisoned = lax.reduce_or(lax.bitwise_not(finite), (2 if transpose_w else 1,))
@@ -43,6 +46,7 @@ def grouped_dot(
         lax.convert_element_type(lax.select(finite, w, lax.full_like(w, 0)), common),
         group_sizes,
         _TRANSPOSED if transpose_w else _PLAIN,
+        precision=precision,
         preferred_element_type=checks.accumulator(common),
     )
     poison = _of_rows(poisoned, group_sizes, rows.shape[0])
@@ -50,14 +54,20 @@ def grouped_dot(
     return lax.convert_element_type(_cleared(product, group_sizes), out_dtype)
 
 
-def grouped_outer(a: jax.Array, b: jax.Array, group_sizes: jax.Array, *, out_dtype: Any) -> jax.Array:
+def grouped_outer(
+    a: jax.Array, b: jax.Array, group_sizes: jax.Array, *, out_dtype: Any, precision: Any = None
+) -> jax.Array:
     """[E, m, n]: the product of each group's rows; see `moe_xla.ops.grouped_outer`."""
+    shape = (group_sizes.size, a.shape[1], b.shape[1])
+    if 0 in (a.shape[0], *shape):
+        return lax.full(shape, 0, out_dtype)
     common = jnp.promote_types(a.dtype, b.dtype)
     product = lax.ragged_dot_general(
         _cleared(lax.convert_element_type(a, common), group_sizes),
         _cleared(lax.convert_element_type(b, common), group_sizes),
         group_sizes,
         _OUTER,
+        precision=precision,
         preferred_element_type=checks.accumulator(common),
     )
     empty = lax.broadcast_in_dim(group_sizes <= 0, product.shape, (0,))

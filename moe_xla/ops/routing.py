@@ -29,6 +29,15 @@ class Plan(NamedTuple):
     group_sizes: jax.Array
 
 
+def checked(routing: Any) -> Plan:
+    """`routing` as a Plan of int32 arrays; raises unless it is a Plan whose arrays fit together."""
+    if not isinstance(routing, Plan):
+        raise TypeError(f"plan must be a moe_xla.ops.Plan, got {type(routing).__name__}")
+    arrays = Plan(*(checks.int_vector(f"plan.{name}", x) for name, x in routing._asdict().items()))
+    checks.equal("the size of plan.permutation", arrays.permutation.size, "that of plan.inverse", arrays.inverse.size)
+    return arrays
+
+
 def plan(expert_index: Any, num_experts: int) -> Plan:
     """Sorts assignments by expert, stably.
 
@@ -99,9 +108,12 @@ def rank(routing: Plan) -> jax.Array:
 
     Returns:
       [A] int32, in the order of the assignments.  Assignments to no expert are counted in a queue of their own.
+
+    Raises:
+      TypeError, ValueError: `routing` is not a `Plan`.
     """
-    inverse = routing.inverse
-    return inverse - _last_end(inverse, group_ends(routing.group_sizes, inverse.size))
+    _, inverse, group_sizes = checked(routing)
+    return inverse - _last_end(inverse, group_ends(group_sizes, inverse.size))
 
 
 def _last_end(row: jax.Array, ends: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from jax.interpreters import batching
 
 from moe_xla.ops import checks
 from moe_xla.ops.primitive import LinearOp, bind, primitive
-from moe_xla.ops.routing import Plan, kept_rows
+from moe_xla.ops.routing import Plan, checked, kept_rows
 
 _UNROLLED_CHOICES = 16
 
@@ -41,9 +41,9 @@ def dispatch(x: Any, plan: Plan) -> jax.Array:
       ValueError: A is not a multiple of T.
     """
     x_td = checks.float_array("x", x)
-    tokens, assignments = x_td.shape[0], plan.permutation.size
     permutation, inverse = _guarded(plan)
-    return _to_rows(x_td, permutation, lax.reshape(inverse, (tokens, _choices(tokens, assignments))))
+    tokens = x_td.shape[0]
+    return _to_rows(x_td, permutation, lax.reshape(inverse, (tokens, _choices(tokens, inverse.size))))
 
 
 def sort_rows(values: Any, plan: Plan) -> jax.Array:
@@ -61,8 +61,8 @@ def sort_rows(values: Any, plan: Plan) -> jax.Array:
       ValueError: its leading size is not A.
     """
     values_ad = checks.float_array("values", values)
-    checks.equal("the leading size of values", values_ad.shape[0], "the plan's number of rows", plan.permutation.size)
     permutation, inverse = _guarded(plan)
+    checks.equal("the leading size of values", values_ad.shape[0], "the plan's number of rows", inverse.size)
     return bind(gather_sum_p, values_ad, permutation[:, None], inverse[:, None])
 
 
@@ -81,8 +81,8 @@ def unsort_rows(rows: Any, plan: Plan) -> jax.Array:
       ValueError: its leading size is not A.
     """
     rows_ad = checks.float_array("rows", rows)
-    checks.equal("the leading size of rows", rows_ad.shape[0], "the plan's number of rows", plan.permutation.size)
     permutation, inverse = _guarded(plan)
+    checks.equal("the leading size of rows", rows_ad.shape[0], "the plan's number of rows", inverse.size)
     return bind(gather_sum_p, rows_ad, inverse[:, None], permutation[:, None])
 
 
@@ -104,10 +104,9 @@ def combine(rows: Any, weights: Any, plan: Plan) -> jax.Array:
     """
     rows_ad = checks.float_array("rows", rows)
     weights_tk = checks.float_array("weights", weights, 2)
-    assignments = plan.permutation.size
-    checks.equal("the leading size of rows", rows_ad.shape[0], "the plan's number of rows", assignments)
-    checks.equal("the size of weights", weights_tk.size, "the plan's number of rows", assignments)
     permutation, inverse = _guarded(plan)
+    checks.equal("the leading size of rows", rows_ad.shape[0], "the plan's number of rows", inverse.size)
+    checks.equal("the size of weights", weights_tk.size, "the plan's number of rows", inverse.size)
     return bind(combine_p, rows_ad, weights_tk, permutation, lax.reshape(inverse, weights_tk.shape))
 
 
@@ -146,11 +145,11 @@ def _choices(tokens: int, assignments: int) -> int:
 
 def _guarded(plan: Plan) -> tuple[jax.Array, jax.Array]:
     """Permutation and inverse, out of range (A) at tail rows and at the assignments in them."""
-    kept = kept_rows(plan.group_sizes)
-    none = lax.full_like(plan.permutation, plan.permutation.size)
-    row = lax.iota(np.int32, plan.permutation.size)
-    permutation = lax.select(row < kept, plan.permutation, none)
-    return permutation, lax.select(plan.inverse < kept, plan.inverse, none)
+    permutation, inverse, group_sizes = checked(plan)
+    kept = kept_rows(group_sizes)
+    none = lax.full_like(permutation, permutation.size)
+    row = lax.iota(np.int32, permutation.size)
+    return lax.select(row < kept, permutation, none), lax.select(inverse < kept, inverse, none)
 
 
 def _to_rows(x: jax.Array, permutation: jax.Array, inverse: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Types of `shard_map`'s axes: makes values vary over the same axes, which its check asks of operands and loop carries."""
+"""Makes values vary over the same axes of a `shard_map`, as its check asks of operands and of loop carries."""
 
 from __future__ import annotations
 

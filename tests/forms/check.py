@@ -10,15 +10,28 @@ import chex
 import jax
 import jax.extend
 import jax.numpy as jnp
-import moe_xla.passes.site
 import numpy as np
 
 import moe_xla
+import moe_xla.passes.site
 
 from .form import Form
 
-# Compiling costs more than running at these sizes.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the compiler's options that this version of XLA has."""
+    known = {}
+    for name, value in options.items():
+        try:
+            jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
+        except jax.errors.JaxRuntimeError:
+            continue
+        known[name] = value
+    return known
+
+
+# Compiling costs more than running at these sizes; XLA's fusion emitters alone take two thirds of it.
+QUICK = _known({"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False})
 TOLERANCE = {"float32": 2e-5, "float64": 2e-12}
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # Distinct sizes, so that an axis can be told by its length in a traced program.
 TOKENS = 41
@@ -31,7 +33,9 @@ Params = dict[str, jax.Array]
 Aux = dict[str, jax.Array]
 
 
-def init_params(key: jax.Array, dtype, experts: int = EXPERTS, model: int = MODEL, hidden: int = HIDDEN) -> Params:
+def init_params(
+    rng: np.random.Generator, dtype, experts: int = EXPERTS, model: int = MODEL, hidden: int = HIDDEN
+) -> Params:
     """Parameters of one layer; a form uses those it needs, the gradients of the others are zero."""
     shapes = {
         "wg": (model, experts),
@@ -45,19 +49,18 @@ def init_params(key: jax.Array, dtype, experts: int = EXPERTS, model: int = MODE
         "shared1": (model, hidden),
         "shared2": (hidden, model),
     }
-    keys = jax.random.split(key, len(shapes))
     scales = {"wg": 1.0, "scale": 1.0}
-    return {
-        name: (scales.get(name, 0.4) * jax.random.normal(k, shape, jnp.float32)).astype(dtype)
-        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
+    return {name: jnp.asarray(scales.get(name, 0.4) * rng.normal(size=shape), dtype) for name, shape in shapes.items()}
 
 
-def init_layer(key: jax.Array, dtype, shape: tuple[int, ...]) -> tuple[Params, jax.Array]:
-    """Parameters and input of one layer; the input's mean is off zero, which loads the experts unevenly."""
-    params_key, x_key = jax.random.split(key)
-    x = jax.random.normal(x_key, (*shape, MODEL), jnp.float32) + 0.4
-    return init_params(params_key, dtype), x.astype(dtype)
+def init_layer(rng: np.random.Generator, dtype, shape: tuple[int, ...]) -> tuple[Params, jax.Array]:
+    """Parameters and input of one layer."""
+    return init_params(rng, dtype), init_tokens(rng, dtype, shape)
+
+
+def init_tokens(rng: np.random.Generator, dtype, shape: tuple[int, ...]) -> jax.Array:
+    """An input `[*shape, MODEL]` whose mean is off zero, which loads the experts unevenly."""
+    return jnp.asarray(rng.normal(size=(*shape, MODEL)) + 0.4, dtype)
 
 
 def mixed_loss(y: jax.Array, aux: Aux) -> jax.Array:
@@ -76,7 +79,7 @@ class Form:
     Attributes:
       name: unique name.
       layer: `(params, x, capacity) -> (y, aux)`; `aux` is a dict of arrays, float ones enter the loss.
-      init: `(key, dtype) -> (params, x)`.
+      init: `(rng, dtype) -> (params, x)`.
       exercises: what this form has that others have not.
       tokens: T, rows of the layer's input, all groups together.
       experts: E.
@@ -94,7 +97,7 @@ class Form:
 
     name: str
     layer: Callable[[Params, jax.Array, int], tuple[jax.Array, Aux]]
-    init: Callable[[jax.Array, jnp.dtype], tuple[Params, jax.Array]]
+    init: Callable[[np.random.Generator, Any], tuple[Params, jax.Array]]
     exercises: str
     tokens: int
     experts: int
@@ -108,6 +111,9 @@ class Form:
     rows: int | None = None
     mixes_tokens: bool = False
     own_step: Callable[[int], Callable] | None = None
+
+    def __repr__(self) -> str:
+        return f"<form {self.name}: {self.exercises}>"
 
     def at(self, capacity: int) -> Callable[[Params, jax.Array], tuple[jax.Array, Aux]]:
         """The forward program `(params, x) -> (y, aux)` at one capacity."""
@@ -134,7 +140,7 @@ class Form:
 
     def inputs(self, dtype=jnp.float32) -> tuple[Params, jax.Array]:
         """Fixed parameters and input; the same values, rounded, in every precision."""
-        return self.init(jax.random.key(zlib.crc32(self.name.encode())), dtype)
+        return self.init(np.random.default_rng(zlib.crc32(self.name.encode())), dtype)
 
 
 FORMS: dict[str, Form] = {}
@@ -169,7 +175,7 @@ def add(
     FORMS[name] = Form(
         name=name,
         layer=layer,
-        init=init or (lambda key, dtype: init_layer(key, dtype, shape)),
+        init=init or (lambda rng, dtype: init_layer(rng, dtype, shape)),
         exercises=exercises,
         tokens=tokens,
         experts=experts,

@@ -14,7 +14,19 @@ from jax import lax
 
 from . import composed
 from .composed import Masks, Parts, one_hot
-from .form import BF16, EXPERTS, FLOAT32, GROUP_TOKENS, GROUPS, MODEL, TOKENS, form, init_layer, init_params
+from .form import (
+    BF16,
+    EXPERTS,
+    FLOAT32,
+    GROUP_TOKENS,
+    GROUPS,
+    MODEL,
+    TOKENS,
+    form,
+    init_layer,
+    init_params,
+    init_tokens,
+)
 
 
 def pick(expert_of, params, gate, index, x):
@@ -235,6 +247,26 @@ def grouped_top2_metrics(params, x, capacity):
     return y, aux
 
 
+@form(
+    "queued_choices",
+    "three choices, each queued behind the counts of all earlier ones, ranks read by einsum",
+    choices=3,
+    dense=dense_of(composed.softmax_argmax, composed.biased, 3),
+)
+def queued_choices(params, x, capacity):
+    gates, indices, _ = composed.softmax_argmax(params, x, 3)
+    total, dispatch, combine = jnp.zeros((1, EXPERTS), x.dtype), 0, 0
+    for k in range(3):
+        mask = one_hot(indices[:, k], EXPERTS, dtype=x.dtype)
+        position = jnp.einsum("te,te->t", jnp.cumsum(mask, axis=0) - mask + total, mask)
+        total = total + mask.sum(axis=0, keepdims=True)
+        slot = one_hot(position.astype(jnp.int32), capacity, dtype=x.dtype) * (position < capacity)[:, None]
+        term = jnp.einsum("te,tc->tec", mask, slot)
+        dispatch, combine = dispatch + term, combine + gates[:, k, None, None] * term
+    out = composed.biased(params, jnp.einsum("tec,td->ecd", dispatch, x))
+    return jnp.einsum("ecd,tec->td", out, combine), {"asked": total[0]}
+
+
 # --- token-major and choice-major layers with batch rows or groups
 
 
@@ -347,7 +379,7 @@ def masked_priority(params, x, capacity):
     choices=2,
     groups=4,
     tokens=4 * GROUP_TOKENS,
-    init=lambda key, dtype: init_layer(key, dtype, (2, 2, GROUP_TOKENS)),
+    init=lambda rng, dtype: init_layer(rng, dtype, (2, 2, GROUP_TOKENS)),
     dense=dense_of(composed.softmax_top_k, composed.mlp, 2),
 )
 def outer_groups(params, x, capacity):
@@ -464,10 +496,8 @@ def matmul_masks(params, x, capacity):
     return combine @ out, {"kept": dispatch.sum()}
 
 
-def _eight_experts(key, dtype):
-    params_key, x_key = jax.random.split(key)
-    x = jax.random.normal(x_key, (TOKENS, MODEL), jnp.float32) + 0.4
-    return init_params(params_key, dtype, experts=8), x.astype(dtype)
+def _eight_experts(rng, dtype):
+    return init_params(rng, dtype, experts=8), init_tokens(rng, dtype, (TOKENS,))
 
 
 def _split(masks, params, x, capacity):
@@ -564,12 +594,27 @@ for _name, _parts in (
 
 
 @form(
+    "vmap_twice",
+    "a vmap over batch rows around a vmap over their groups",
+    choices=2,
+    groups=4,
+    tokens=4 * GROUP_TOKENS,
+    init=lambda rng, dtype: init_layer(rng, dtype, (2, 2, GROUP_TOKENS)),
+    dense=dense_of(composed.softmax_normalised, composed.gated, 2),
+)
+def vmap_twice(params, x, capacity):
+    parts = Parts(order="choice", experts=composed.gated)
+    y, aux = jax.vmap(jax.vmap(lambda rows: composed.layer(parts, params, rows, capacity)))(x)
+    return y, {"balance": aux["balance"].mean()}
+
+
+@form(
     "groups_by_reshape",
     "x[t,d] reshaped into groups and back, masks 'gsec' in another order",
     choices=2,
     groups=GROUPS,
     tokens=GROUPS * GROUP_TOKENS,
-    init=lambda key, dtype: init_layer(key, dtype, (GROUPS * GROUP_TOKENS,)),
+    init=lambda rng, dtype: init_layer(rng, dtype, (GROUPS * GROUP_TOKENS,)),
     dense=dense_of(composed.softmax_normalised, composed.mlp, 2),
 )
 def groups_by_reshape(params, x, capacity):
@@ -593,7 +638,7 @@ def groups_by_reshape(params, x, capacity):
     choices=2,
     tokens=GROUPS * GROUP_TOKENS,
     tight=23,
-    init=lambda key, dtype: init_layer(key, dtype, (GROUPS, GROUP_TOKENS)),
+    init=lambda rng, dtype: init_layer(rng, dtype, (GROUPS, GROUP_TOKENS)),
     dense=lambda params, x: x + dense_of(composed.softmax_normalised, composed.gated, 2)(params, x),
 )
 def flattened_batch(params, x, capacity):
@@ -744,9 +789,9 @@ def active_units(params, x, capacity):
 
 
 def _bf16(shape):
-    def init(key, dtype):
+    def init(rng, dtype):
         del dtype
-        params, x = init_layer(key, jnp.bfloat16, shape)
+        params, x = init_layer(rng, jnp.bfloat16, shape)
         return params, x
 
     return init

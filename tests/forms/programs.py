@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from . import composed, layers
 from .composed import Masks, Parts
-from .form import GROUP_TOKENS, GROUPS, MODEL, TOKENS, add, form, init_layer, init_params, mixed_loss
+from .form import GROUP_TOKENS, GROUPS, MODEL, TOKENS, add, form, init_layer, init_params, init_tokens, mixed_loss
 
 LAYERS = 4  # of a stack
 
@@ -23,10 +23,9 @@ WIDTH = Parts(overflow="width", order="choice", rank="cumsum", rank_dtype="float
 SWITCH = Parts(1, composed.softmax_argmax, masks=Masks("combine_bool"))
 
 
-def _init_stack(key, dtype, shape=(TOKENS,), stacked=True, count=LAYERS):
-    x_key, *keys = jax.random.split(key, count + 1)
-    x = (jax.random.normal(x_key, (*shape, MODEL), jnp.float32) + 0.4).astype(dtype)
-    every = [init_params(k, dtype) for k in keys]
+def _init_stack(rng, dtype, shape=(TOKENS,), stacked=True, count=LAYERS):
+    x = init_tokens(rng, dtype, shape)
+    every = [init_params(rng, dtype) for _ in range(count)]
     if stacked:
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *every), x
     return {f"layer{i}": params for i, params in enumerate(every)}, x
@@ -289,7 +288,7 @@ add(
     "scan over microbatches, gradients added up inside",
     choices=2,
     rows=MICROBATCHES * TOKENS,
-    init=lambda key, dtype: init_layer(key, dtype, (MICROBATCHES * TOKENS,)),
+    init=lambda rng, dtype: init_layer(rng, dtype, (MICROBATCHES * TOKENS,)),
     own_step=_accumulated_step,
     dense=lambda params, x: _microbatches(composed.dense(ORDINARY, params, x)),
 )
@@ -299,6 +298,6 @@ add(
     "scan over microbatches, differentiated from outside",
     choices=2,
     rows=MICROBATCHES * TOKENS,
-    init=lambda key, dtype: init_layer(key, dtype, (MICROBATCHES * TOKENS,)),
+    init=lambda rng, dtype: init_layer(rng, dtype, (MICROBATCHES * TOKENS,)),
     dense=lambda params, x: _microbatches(composed.dense(ORDINARY, params, x)),
 )

@@ -5,11 +5,11 @@ import types
 
 import jax
 import jax.extend as jex
-import moe_xla.passes
 import pytest
-from moe_xla.passes import pipeline
 
 import moe_xla
+import moe_xla.passes
+from moe_xla.passes import pipeline
 
 
 def evaluate_shifted(closed, shift):

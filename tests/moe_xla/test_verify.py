@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from moe_xla.passes import pipeline
 
 import moe_xla
+from moe_xla.passes import pipeline
 
 X = np.linspace(-1.0, 1.0, 6, dtype=np.float32).reshape(2, 3)
 

@@ -4,9 +4,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from moe_xla.passes import check, pipeline
 
 import moe_xla
+from moe_xla.passes import check, pipeline
 from tests.forms import FORMS
 
 NAMES = (

@@ -1,0 +1,113 @@
+"""Every naive program of the corpus is rewritten, forward and backward, in both semantics.
+
+The program is traced at a capacity that drops assignments.  In `exact` it is compared with itself, untouched; in
+`dropless` with the untouched program at a capacity that nothing overflows.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moe_xla
+from tests.forms import FORMS, Form, composed
+from tests.forms.check import QUICK, assert_close, quick_jit, rewrite_and_run, site_errors, tolerance
+from tests.forms.composed import Parts
+from tests.forms.form import MODEL, init_params, mixed_loss
+from tests.forms.own import own_errors
+
+SEMANTICS = ("exact", "dropless")
+
+every_form = pytest.mark.parametrize("form", [pytest.param(form, id=name) for name, form in FORMS.items()])
+every_semantics = pytest.mark.parametrize("semantics", SEMANTICS)
+
+
+def _assert_rewritten(form: Form, build, semantics: str, dtype) -> None:
+    inputs = form.inputs(dtype)
+    outcome = rewrite_and_run(form, build(form.tight), semantics, inputs)
+    problems = [*site_errors(form, outcome.sites, semantics), *outcome.slot_arrays]
+    assert not problems
+    expected = quick_jit(build(form.tight if semantics == "exact" else form.loose))(*inputs)
+    assert_close(outcome.outputs, expected, tolerance(form, dtype))
+
+
+@every_form
+def test_form_is_what_it_says(form):
+    """The form itself, without the compiler: it drops when tight, and is per token and as its reference when loose."""
+    problems = own_errors(form)
+    assert not problems
+
+
+@every_form
+def test_forward_in_float32(form):
+    _assert_rewritten(form, form.at, "dropless", jnp.float32)
+
+
+@every_semantics
+@every_form
+@pytest.mark.usefixtures("x64")
+def test_value_and_gradients_in_float64(form, semantics):
+    _assert_rewritten(form, form.step, semantics, jnp.float64)
+
+
+# Forms in which a dtype is named, or gradients travel through a loop; for the others float64 says it all.
+IN_FLOAT32 = (
+    *("mask_", "rank_f32", "experts_bf16", "experts_preferred", "_bf16", "float_"),
+    *("gshard", "switch_paper", "scan"),
+)
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(f, id=name) for name, f in FORMS.items() if any(part in name for part in IN_FLOAT32)]
+)
+def test_value_and_gradients_in_float32(form):
+    _assert_rewritten(form, form.step, "exact", jnp.float32)
+
+
+# --- sizes and loads at the edges
+
+
+def _edge(tokens=24, experts=5, choices=2, capacity=5, x_of=None, **parts):
+    return tokens, experts, capacity, x_of, Parts(choices=choices, experts=composed.biased, **parts)
+
+
+EDGES = {
+    "one_token": _edge(tokens=1, capacity=1),
+    "one_expert": _edge(experts=1, choices=1),
+    "every_expert_chosen": _edge(experts=3, choices=3),
+    "one_slot": _edge(capacity=1),
+    "one_slot_width": _edge(capacity=1, overflow="width", order="choice"),
+    "slots_to_spare": _edge(capacity=100),
+    "more_experts_than_tokens": _edge(tokens=3, experts=11, capacity=2),
+    "all_tokens_equal": _edge(x_of=lambda x: jnp.ones_like(x)),
+    "all_tokens_zero": _edge(x_of=jnp.zeros_like, router=composed.top_k_softmax),
+    "one_expert_takes_most": _edge(tokens=96, experts=16, capacity=9, x_of=lambda x: 1 + 0.1 * x),
+    "more_rows_than_a_block": _edge(tokens=700, experts=3, capacity=211),
+}
+
+
+@every_semantics
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", EDGES)
+def test_sizes_and_loads_at_the_edges(name, semantics):
+    tokens, experts, capacity, x_of, parts = EDGES[name]
+    rng = np.random.default_rng(1)
+    params = init_params(rng, jnp.float64, experts=experts)
+    x = jnp.asarray(rng.normal(size=(tokens, MODEL)))
+    x = x if x_of is None else x_of(x)
+
+    def step(capacity):
+        def loss(params, x):
+            y, aux = composed.layer(parts, params, x, capacity)
+            return mixed_loss(y, aux), (y, aux)
+
+        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+
+    rewritten = moe_xla.moe_jit(step(capacity), semantics=semantics, compiler_options=QUICK)
+    sites = rewritten.explain(params, x).sites
+    assert [(site.status, site.semantics) for site in sites] == [("rewritten", semantics)]
+    assert [(site.tokens, site.experts, site.choices) for site in sites] == [(tokens, experts, parts.choices)]
+    expected = quick_jit(step(capacity if semantics == "exact" else tokens * parts.choices))(params, x)
+    assert_close(rewritten(params, x), expected, 1e-11)
