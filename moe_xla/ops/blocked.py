@@ -45,7 +45,7 @@ CONTRACT = Contract(
 )
 
 # Sizes of last blocks in units that grow with the mean group. Each is at most twice the one before (see grouped_dot).
-_STEPS_LARGE, _STEPS_SMALL = (1, 2, 4, 6, 8, 9, 10), (1, 2, 3, 4, 5, 6, 8)
+_STEPS_LARGE, _STEPS_SMALL = (3, 6, 9), (2, 4, 8)
 _LARGE_MEAN, _MAIN_STEP = 192, 8
 _LEAST_UNIT, _MOST_UNIT = 8, 128
 # Up to this many multiply-adds, every expert on every row costs no more than a fraction of a millisecond.
@@ -67,7 +67,7 @@ def grouped_dot(
         return _small_dot(rows, w, group_sizes, dot, out_dtype)
     sizes = _block_sizes(count, experts)
     blocks = _blocks(sizes, group_sizes, count)
-    out = _zeros(shape, out_dtype, rows)
+    out = _zeros(shape, out_dtype, rows, group_sizes)
     rows, w = _bits(rows), _bits(w)
 
     def product(first: jax.Array, size: int, w_kn: jax.Array) -> jax.Array:
@@ -110,7 +110,7 @@ def grouped_outer(
         return _small_outer(a, b, group_sizes, dot, out_dtype)
     sizes = _block_sizes(count, experts)
     blocks = _blocks(sizes, group_sizes, count)
-    out = _zeros(shape, out_dtype, a)
+    out = _zeros(shape, out_dtype, a, group_sizes)
     a, b = _bits(a), _bits(b)
 
     def step(at: jax.Array, total: jax.Array) -> jax.Array:
@@ -307,9 +307,17 @@ def _floats(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(x, dtype) if x.dtype != dtype else x
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
-    """Zeros of `dtype` as bits, to carry through a loop over blocks of `like`."""
-    return varying.like(_bits(lax.full(shape, 0, dtype)), like)
+def _zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Zeros of `dtype` as bits, to carry through a loop over blocks of `like`.
+
+    The zero is computed from the operands: XLA makes equal constants one array, which it then has to copy for every
+    loop that writes into it, and keeps alive from the start of the program.
+    """
+    element = lax.reshape(lax.slice(like, (0,) * like.ndim, (1,) * like.ndim), ())
+    size = lax.convert_element_type(lax.index_in_dim(group_sizes, 0, keepdims=False), element.dtype)
+    product = lax.mul(lax.add(element, size), lax.full_like(element, 0))
+    zero = lax.select(lax.eq(product, product), lax.abs(product), lax.full_like(product, 0))
+    return varying.like(_bits(lax.broadcast(lax.convert_element_type(zero, dtype), shape)), like)
 
 
 def _read(x: jax.Array, first: jax.Array, size: int) -> jax.Array:

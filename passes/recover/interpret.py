@@ -6,6 +6,7 @@ outputs, each wire with its step and its value.  Calls are inlined where somethi
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -58,6 +59,7 @@ class Recovery:
         self._path = path
         self._recomputing = recomputing
         self._callers: list[Any] = []
+        self._uses: collections.Counter[Any] = collections.Counter()
         self._folded = False
 
     # ---------------------------------------------------------------------------------------------- sites
@@ -132,12 +134,14 @@ class Recovery:
         def read(atom: Any) -> Wire:
             return self.literal(atom) if isinstance(atom, jex.core.Literal) else wires[atom]
 
-        path = self._path
+        path, uses = self._path, self._uses
+        self._uses = collections.Counter(v for e in jaxpr.eqns for v in e.invars if not isinstance(v, jex.core.Literal))
+        self._uses.update(v for v in jaxpr.outvars if not isinstance(v, jex.core.Literal))
         for place, eqn in enumerate(jaxpr.eqns):
             self._path = (*path, place)
             outputs = self._equation(eqn, [read(a) for a in eqn.invars])
             wires.update(zip(eqn.outvars, outputs, strict=True))
-        self._path = path
+        self._path, self._uses = path, uses
         return [read(a) for a in jaxpr.outvars]
 
     def _equation(self, eqn: Any, inputs: Sequence[Wire]) -> list[Wire]:
@@ -261,6 +265,10 @@ class Recovery:
                 continue
             wire.tainted = self._sites_in(value)
             self._note_slots(wire, value)
+            turned = self._turned(step)
+            if turned is not None:
+                self._seal(wire, turned)
+                continue
             if is_sealed(value):
                 self._seal(wire, value)
             else:
@@ -361,6 +369,23 @@ class Recovery:
             self.session.unite(sites)
             self.session.slot_wires.append(wire)
             wire.changed = wire.changed or any(self.session.is_dropless(s) for s in sites)
+
+    def _turned(self, step: Step) -> Value | None:
+        """A weight gradient that is transposed at once, made in the order in which it is wanted."""
+        if step.name != "transpose" or self._uses[step.eqn.invars[0]] != 1:
+            return None
+        made = step.inputs[0].definition
+        if made is None or not isinstance(made.factor.node, Ein) or made.factor.args != made.pieces[0].axes:
+            return None
+        node = made.factor.node
+        if node.gathers or len(node.out) != len(step.inputs[0].shape):
+            return None
+        out = [node.out[i] for i in step.eqn.params["permutation"]]
+        return of_node(
+            self.graph.ein(
+                out, node.factors, node.guards, node.equalities, node.coef, node.dtype, node.reducer, node.initial
+            )
+        )
 
     def _note_bound(self, slot: Idx) -> None:
         """An own position on an axis of length n is a test of the capacity too."""

@@ -131,6 +131,7 @@ class Lowering:
         self.groupings: dict[Node, Grouping | None] = {}
         self.stack: list[Step | Scope] = [] if within is None else [within]
         self.tokens: list[tuple[Node, int]] = []
+        self._latest: Any = None
         self.flops: list[tuple[Node, int]] = []
         self.backends: list[tuple[Node, str]] = []
         self._fed: dict[Scope, list[Feed]] = {}
@@ -669,14 +670,30 @@ class Lowering:
     def _grouped_dot(self, rows: Any, matrix: Any, index: Idx, transpose: bool, dtype: Any) -> Any:
         self._note_matmul(index, (rows.shape[0], *matrix.shape[1:]), (rows.dtype, matrix.dtype))
         kind = jnp.promote_types(rows.dtype, matrix.dtype)
-        return ops.grouped_dot(
+        result = ops.grouped_dot(
             rows.astype(kind),
             matrix.astype(kind),
-            self.plan(index).group_sizes,
+            self._sizes(index),
             transpose_w=transpose,
             backend=self.backend,
             preferred_element_type=dtype,
         )
+        self._latest = result
+        return result
+
+    def _sizes(self, index: Idx) -> Any:
+        """The group sizes of a routing, known only after the grouped matmul before this one.
+
+        The order of this program frees rows as early as it can (a weight gradient right before the gradient of the rows
+        it was made from); XLA:CPU would else choose an order that keeps more of them.
+        """
+        sizes = self.plan(index).group_sizes
+        if self._latest is None or jax.default_backend() != "cpu" or not is_floating(self._latest.dtype):
+            return sizes
+        element = lax.reshape(lax.slice(self._latest, (0,) * self._latest.ndim, (1,) * self._latest.ndim), ())
+        product = lax.mul(element, lax.full_like(element, 0))  # zero, or NaN: nothing that XLA may take for a constant
+        zero = lax.select(lax.eq(product, product), product, lax.full_like(product, 0))
+        return sizes + lax.convert_element_type(zero, sizes.dtype)
 
     def _note_matmul(self, index: Idx, sizes: tuple[int, int, int], dtypes: Sequence[Any]) -> None:
         need = ops.Need(jax.default_backend(), tuple(np.dtype(d) for d in dtypes), sizes[1], sizes[2])
@@ -954,10 +971,10 @@ class Lowering:
             b = lax.reshape(b, (b.shape[0], math.prod(v.size for v in b_vars)))
             kind = jnp.promote_types(a.dtype, b.dtype)
             self._note_matmul(index, (a.shape[0], a.shape[1], b.shape[1]), (a.dtype, b.dtype))
-            total = ops.grouped_outer(
+            total = self._latest = ops.grouped_outer(
                 a.astype(kind),
                 b.astype(kind),
-                routing.group_sizes,
+                self._sizes(index),
                 backend=self.backend,
                 preferred_element_type=node.dtype,
             )
@@ -1068,7 +1085,7 @@ def _nodes_read(factors: Sequence[Factor]) -> list[Wire | Node]:
 
 
 def _sides(factors: Sequence[Factor], dense: Sequence[Var]) -> tuple[list[Factor] | None, list[Factor]]:
-    """Factors in two groups that share no dense axis, or (None, …) where there is only one."""
+    """Factors in two groups that share no dense axis, that of the first axis first, or (None, …) for one group only."""
     left: list[Factor] = []
     right: list[Factor] = []
     seen: set[Var] = set()
@@ -1082,7 +1099,7 @@ def _sides(factors: Sequence[Factor], dense: Sequence[Var]) -> tuple[list[Factor
     covered = {v for f in right for v in factor_vars([f]) if v in dense}
     if not covered or covered & seen or covered | seen != set(dense):
         return None, []
-    return left, right
+    return (left, right) if dense[0] in seen else (right, left)
 
 
 def _spread(data: Any, shape: Sequence[int]) -> Any:
