@@ -22,7 +22,7 @@ from moe_xla.passes.recover.facts import distinct_of
 from moe_xla.passes.recover.interpret import Recovery, describe
 from moe_xla.passes.recover.lower import Lowering, Refusal
 from moe_xla.passes.recover.nodes import Graph, Rank
-from moe_xla.passes.recover.session import Session
+from moe_xla.passes.recover.session import Session, Threshold
 from moe_xla.passes.site import KEPT, REWRITTEN, Site
 
 PATTERNS = ("einsum_dispatch",)
@@ -148,14 +148,17 @@ def _unentered(session: Session) -> Refusal | None:
 
 def _inconsistent_capacity(session: Session) -> Refusal | None:
     """Dropless takes every test of a position against a literal for the capacity; they must agree on one."""
-    by_root: dict[Any, list[float]] = {}
+    by_root: dict[Any, list[Threshold]] = {}
     for site, thresholds in session.thresholds.items():
         if session.is_dropless(site):
             by_root.setdefault(session.root(site), []).extend(thresholds)
     for root, thresholds in by_root.items():
-        if max(thresholds) - min(thresholds) > 1:
-            found = f"{min(thresholds):g} and {max(thresholds):g}"
-            return Refusal(frozenset({root}), f"queue positions are compared with different bounds ({found})", None)
+        least, most = min(thresholds, key=lambda t: t.bound), max(thresholds, key=lambda t: t.bound)
+        if most.bound - least.bound > 1:
+            found = f"{least.bound:g} and {most.bound:g}"
+            return Refusal(
+                frozenset({root}), f"queue positions are compared with different bounds ({found})", least.step
+            )
     return None
 
 
@@ -222,7 +225,7 @@ def _layers(session: Session) -> list[_Layer]:
 
 def _layer(session: Session, members: list[Any]) -> _Layer:
     ranks = [(g, n) for g, n in session.ranks if n.site in members]
-    thresholds = [t for s in members for t in session.thresholds.get(s, ())]
+    thresholds = [t.bound for s in members for t in session.thresholds.get(s, ())]
     wires = [w for w in session.slot_wires if set(w.slots) & set(members)]
     return _Layer(
         key=tuple(members),

@@ -61,6 +61,7 @@ class Recovery:
         self._callers: list[Any] = []
         self._uses: collections.Counter[Any] = collections.Counter()
         self._folded = False
+        self._step: Step | None = None
 
     # ---------------------------------------------------------------------------------------------- sites
 
@@ -104,7 +105,7 @@ class Recovery:
             return None
         strict = name in ("lt", "ge")
         threshold = (math.ceil(bound) if strict else math.floor(bound) + 1) - 1 - fact.constant
-        self.session.thresholds.setdefault(fact.rank.site, []).append(threshold)
+        self.session.note_threshold(fact.rank.site, threshold, self._step)
         if not self.session.is_dropless(fact.rank.site):
             return None
         self._folded = True
@@ -249,7 +250,7 @@ class Recovery:
 
     def _transfer(self, step: Step) -> None:
         """Gives a step's outputs their values."""
-        self._folded = False
+        self._folded, self._step = False, step
         tainted = frozenset().union(*(w.tainted for w in step.inputs)) if step.inputs else frozenset()
         values = self._rule_values(step)
         counted = self._spelled_count(step)
@@ -392,7 +393,7 @@ class Recovery:
         fact = rank_of(self.graph, slot.factor)
         if fact is not None and fact.is_own(self.graph):
             threshold = slot.size - 1 - fact.constant
-            self.session.thresholds.setdefault(fact.rank.site, []).append(threshold)
+            self.session.note_threshold(fact.rank.site, threshold, self._step)
 
     def _seal(self, wire: Wire, definition: Value | None) -> None:
         wire.definition = definition

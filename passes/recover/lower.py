@@ -108,10 +108,21 @@ class Grouping(NamedTuple):
     free: tuple[Var, ...]
 
 
-class Layout(NamedTuple):
-    """Rows of a routing: the canonical index, and the node's axes that are its variables."""
+class Routing(NamedTuple):
+    """What decides in which row an assignment sits: its expert, and the conditions without which it has none.
 
-    place: Idx
+    Both are over the variables 0, 1, …, so that equal routings are equal.  Assignments that fail a condition go to the
+    tail: grouped matmuls make their rows zero and sums over an expert's rows leave them out.
+    """
+
+    index: Idx
+    held: frozenset[Factor]
+
+
+class Layout(NamedTuple):
+    """The rows that a node lives on, and the node's axes that are the variables of their routing."""
+
+    routing: Routing
     axes: tuple[int, ...]
 
 
@@ -126,8 +137,8 @@ class Lowering:
         self.kept: dict[Wire, bool] = {}
         self.nodes: dict[Node, Any] = {}
         self.rows: dict[Any, Any] = {}
-        self.plans: dict[Idx, ops.Plan] = {}
-        self.layouts: dict[Node, Layout | None] = {}
+        self.plans: dict[Routing, ops.Plan] = {}
+        self.layouts: dict[Any, Layout | None] = {}
         self.groupings: dict[Node, Grouping | None] = {}
         self.stack: list[Step | Scope] = [] if within is None else [within]
         self.tokens: list[tuple[Node, int]] = []
@@ -526,6 +537,7 @@ class Lowering:
         for i, size in zip(leading, sizes, strict=True):
             term = terms[i]
             if isinstance(term, Idx):
+                self._refuse_slot_reads(term)
                 place = self.fetch(term.factor, points)
                 place = jnp.clip(lax.convert_element_type(jnp.asarray(place), np.int32), 0, size - 1)
             else:
@@ -535,14 +547,24 @@ class Lowering:
         rows = _take_rows(table, index)
         return _arranged(rows, (*points, *(terms[i] for i in rest)), variables)  # type: ignore[arg-type]
 
+    def _refuse_slot_reads(self, place: Idx) -> None:
+        sites = rank_sites(self.graph, place.node)
+        if sites:
+            raise Refusal(sites, "reads an array that is laid out over the slots", self._asker())
+
     # ------------------------------------------------------------------------------------- rows by expert
 
-    def plan(self, index: Idx) -> ops.Plan:
-        if index not in self.plans:
-            variables = term_vars(index)
-            data = _spread(jnp.asarray(self.fetch(index.factor, variables)), [v.size for v in variables])
-            self.plans[index] = ops.plan(lax.convert_element_type(data, np.int32), index.size)
-        return self.plans[index]
+    def plan(self, routing: Routing) -> ops.Plan:
+        if routing not in self.plans:
+            index, variables = routing.index, term_vars(routing.index)
+            sizes = [v.size for v in variables]
+            expert = _spread(jnp.asarray(self.fetch(index.factor, variables)), sizes)
+            expert = lax.convert_element_type(expert, np.int32)
+            held = self._conditions(sorted(routing.held, key=repr), variables, sizes)
+            if held is not None:
+                expert = lax.select(held, expert, lax.full_like(expert, index.size))
+            self.plans[routing] = ops.plan(expert, index.size)
+        return self.plans[routing]
 
     def grouping(self, node: Node) -> Grouping | None:
         """How a node is a grouped matmul with all its assignments on its axes, or None."""
@@ -579,10 +601,11 @@ class Lowering:
 
     def layout(self, node: Node) -> Layout | None:
         """The rows a node lives on, when its work is done on rows; None for an ordinary array."""
-        if node not in self.layouts:
-            self.layouts[node] = None
-            self.layouts[node] = self._layout(node)
-        return self.layouts[node]
+        key = (node, node.domain) if isinstance(node, Ein) else node
+        if key not in self.layouts:
+            self.layouts[key] = None
+            self.layouts[key] = self._layout(node)
+        return self.layouts[key]
 
     def _layout(self, node: Node) -> Layout | None:
         if isinstance(node, Ein):
@@ -590,14 +613,15 @@ class Lowering:
             if grouping is None:
                 return None
             variables = term_vars(grouping.place)
-            return Layout(_canonical(grouping.place), tuple(node.out.index(v) for v in variables))
+            routing = _routing(grouping.place, [*node.guards, *node.domain])
+            return Layout(routing, tuple(node.out.index(v) for v in variables))
         if isinstance(node, Map):
             for operand in node.operands:
                 layout = self.layout(operand.node)
                 if layout is None or not all(isinstance(a, Var) for a in operand.args):
                     continue
                 axes = [operand.args[i] for i in layout.axes]
-                return Layout(layout.place, tuple(v.id for v in axes))  # type: ignore[union-attr]
+                return Layout(layout.routing, tuple(v.id for v in axes))  # type: ignore[union-attr]
         if isinstance(node, (Slice, Pad)):
             layout = self.layout(node.base)
             return layout if layout is not None and node.axis not in layout.axes else None
@@ -607,14 +631,14 @@ class Lowering:
         rest = tuple(Var(i, n) for i, n in enumerate(node.shape) if i not in layout.axes)
         points = tuple(Var(i, node.shape[i]) for i in layout.axes)
         rows = self.node_rows(node, layout)
-        routing = self.plan(layout.place)
-        data = ops.unsort_rows(rows, routing) if is_floating(node.dtype) else _take_rows(rows, routing.inverse)
+        plan = self.plan(layout.routing)
+        data = _take_rows(rows, plan.inverse, unique=True)
         data = lax.reshape(data, [v.size for v in (*points, *rest)])
         return _arranged(data, (*points, *rest), node.variables)
 
     def node_rows(self, node: Node, layout: Layout) -> Any:
         """The rows [A, rest…] of a node that lives on rows; rest are its other axes in order."""
-        key = ("rows", node)
+        key = ("rows", node, layout)
         if key not in self.rows:
             self.rows[key] = self._emit_rows(node, layout)
         return self.rows[key]
@@ -625,7 +649,7 @@ class Lowering:
         assignments = math.prod(v.size for v in points)
         if isinstance(node, Map):
             self._check_positions(node)
-            operands = [self.factor_rows(op, layout.place, points, rest) for op in node.operands]
+            operands = [self.factor_rows(op, layout.routing, points, rest) for op in node.operands]
             return self._apply(node, operands, (assignments, *(v.size for v in rest)))
         if isinstance(node, (Slice, Pad)):
             base = self.node_rows(node.base, layout)
@@ -641,7 +665,7 @@ class Lowering:
         assert grouping is not None
         points = term_vars(grouping.place)
         inner, free = grouping.inner, grouping.free
-        left = self._product_rows(grouping.left, layout.place, points, inner, ())
+        left = self._product_rows(grouping.left, layout.routing, points, inner, ())
         rows = lax.reshape(left, (left.shape[0], math.prod(v.size for v in inner)))
         weights = self.node(grouping.weight.node)
         order = [
@@ -653,27 +677,24 @@ class Lowering:
         flipped = [grouping.axis, *order[1 + len(inner) :], *order[1 : 1 + len(inner)]]
         if flipped == sorted(flipped) and order != sorted(order):
             matrix = lax.reshape(weights, (experts, n, k))
-            out = self._grouped_dot(rows, matrix, layout.place, True, node.dtype)
+            out = self._grouped_dot(rows, matrix, layout.routing, True, node.dtype)
         else:
             matrix = lax.reshape(lax.transpose(weights, order), (experts, k, n))
-            out = self._grouped_dot(rows, matrix, layout.place, False, node.dtype)
+            out = self._grouped_dot(rows, matrix, layout.routing, False, node.dtype)
         if node.coef != 1:
             out = out * np.asarray(node.coef, out.dtype)
         out = lax.reshape(out, (out.shape[0], *(v.size for v in free)))
-        for guard in node.guards:
-            held = self.factor_rows(guard, layout.place, points, free)
-            out = jnp.where(held, out, jnp.zeros((), out.dtype))
         position = {v: i for i, v in enumerate(free)}
         wanted = [position[v] for v in node.out if v in position]
         return lax.transpose(out, [0, *(1 + i for i in wanted)])
 
-    def _grouped_dot(self, rows: Any, matrix: Any, index: Idx, transpose: bool, dtype: Any) -> Any:
-        self._note_matmul(index, (rows.shape[0], *matrix.shape[1:]), (rows.dtype, matrix.dtype))
+    def _grouped_dot(self, rows: Any, matrix: Any, routing: Routing, transpose: bool, dtype: Any) -> Any:
+        self._note_matmul(routing, (rows.shape[0], *matrix.shape[1:]), (rows.dtype, matrix.dtype))
         kind = jnp.promote_types(rows.dtype, matrix.dtype)
         result = ops.grouped_dot(
             rows.astype(kind),
             matrix.astype(kind),
-            self._sizes(index),
+            self._sizes(routing),
             transpose_w=transpose,
             backend=self.backend,
             preferred_element_type=dtype,
@@ -681,13 +702,13 @@ class Lowering:
         self._latest = result
         return result
 
-    def _sizes(self, index: Idx) -> Any:
+    def _sizes(self, routing: Routing) -> Any:
         """The group sizes of a routing, known only after the grouped matmul before this one.
 
         The order of this program frees rows as early as it can (a weight gradient right before the gradient of the rows
         it was made from); XLA:CPU would else choose an order that keeps more of them.
         """
-        sizes = self.plan(index).group_sizes
+        sizes = self.plan(routing).group_sizes
         if self._latest is None or jax.default_backend() != "cpu" or not is_floating(self._latest.dtype):
             return sizes
         element = lax.reshape(lax.slice(self._latest, (0,) * self._latest.ndim, (1,) * self._latest.ndim), ())
@@ -695,39 +716,39 @@ class Lowering:
         zero = lax.select(lax.eq(product, product), product, lax.full_like(product, 0))
         return sizes + lax.convert_element_type(zero, sizes.dtype)
 
-    def _note_matmul(self, index: Idx, sizes: tuple[int, int, int], dtypes: Sequence[Any]) -> None:
+    def _note_matmul(self, routing: Routing, sizes: tuple[int, int, int], dtypes: Sequence[Any]) -> None:
         need = ops.Need(jax.default_backend(), tuple(np.dtype(d) for d in dtypes), sizes[1], sizes[2])
-        self.flops.append((index.node, 2 * math.prod(sizes)))
-        self.backends.append((index.node, ops.resolve(self.backend, need)))
+        self.flops.append((routing.index.node, 2 * math.prod(sizes)))
+        self.backends.append((routing.index.node, ops.resolve(self.backend, need)))
 
     def _product_rows(
         self,
         factors: Sequence[Factor],
-        index: Idx,
+        routing: Routing,
         points: Sequence[Var],
         rest: Sequence[Var],
         guards: Sequence[Factor],
     ) -> Any:
-        """The product of factors on rows, zero where a guard fails."""
+        """The product of factors on rows, zero where a guard fails; anything in the tail."""
         total: Any = None
         for factor in factors:
-            rows = self.factor_rows(factor, index, points, rest)
+            rows = self.factor_rows(factor, routing, points, rest)
             total = rows if total is None else total * rows
         assignments = math.prod(v.size for v in points)
         if total is None:
             total = np.ones((1,) * (1 + len(rest)))
         total = _spread(jnp.asarray(total), (assignments, *(v.size for v in rest)))
-        for guard in guards:
-            held = self.factor_rows(guard, index, points, rest)
+        for guard in _unheld(guards, routing, points):
+            held = self.factor_rows(guard, routing, points, rest)
             total = jnp.where(held, total, jnp.zeros((), total.dtype))
         return total
 
-    def factor_rows(self, factor: Factor, index: Idx, points: Sequence[Var], rest: Sequence[Var]) -> Any:
+    def factor_rows(self, factor: Factor, routing: Routing, points: Sequence[Var], rest: Sequence[Var]) -> Any:
         """A factor on the rows of a routing: [A, rest…], with length 1 where it does not depend on an axis."""
         if isinstance(factor.node, Lit):
             return np.asarray(factor.node.value).reshape([1] * (1 + len(rest)))
         layout = self.layout(factor.node)
-        if layout is not None and layout.place == index and all(isinstance(a, Var) for a in factor.args):
+        if layout is not None and layout.routing == routing and all(isinstance(a, Var) for a in factor.args):
             if [factor.args[i] for i in layout.axes] == list(points):
                 rows = self.node_rows(factor.node, layout)
                 names = [a for i, a in enumerate(factor.args) if i not in layout.axes]
@@ -737,12 +758,11 @@ class Lowering:
             return self.fetch(factor, rest)[None]
         data = jnp.asarray(self.fetch(factor, (*used, *rest)))
         table = lax.reshape(data, (math.prod(v.size for v in used), *data.shape[len(used) :]))
-        return _take_rows(table, self._row_index(index, points, used))
+        return _take_rows(table, self._row_index(routing, points, used))
 
-    def _row_index(self, index: Idx, points: Sequence[Var], used: Sequence[Var]) -> Any:
+    def _row_index(self, routing: Routing, points: Sequence[Var], used: Sequence[Var]) -> Any:
         """For each row, the place of its assignment among the variables `used`."""
-        routing = self.plan(index)
-        key = ("index", index, tuple(v in used for v in points))
+        key = ("index", routing, tuple(v in used for v in points))
         if key not in self.rows:
             place: Any = None
             stride = math.prod(v.size for v in points)
@@ -750,7 +770,7 @@ class Lowering:
                 stride //= v.size
                 if v not in used:
                     continue
-                digit = routing.permutation
+                digit = self.plan(routing).permutation
                 if stride > 1:
                     digit = lax.div(digit, np.int32(stride))
                 if v is not points[0]:
@@ -758,7 +778,7 @@ class Lowering:
                 place = digit if place is None else place * np.int32(v.size) + digit
             self.rows[key] = place
             if len(used) < len(points):
-                self.tokens.append((index.node, math.prod(v.size for v in used)))
+                self.tokens.append((routing.index.node, math.prod(v.size for v in used)))
         return self.rows[key]
 
     # ------------------------------------------------------------------------------------------- einsums
@@ -803,7 +823,8 @@ class Lowering:
             if set(factor_vars(joined)) - set(points) - set(inner) - set(free):
                 continue
             axes = (*points, *free)
-            matmul = self.graph.ein(axes, joined, (), frozenset(), 1, node.dtype)
+            domain = (*node.guards, *node.domain)
+            matmul = self.graph.ein(axes, joined, (), frozenset(), 1, node.dtype, domain=domain)
             if self.grouping(matmul) is None:
                 continue
             whole = self.graph.ein(
@@ -841,12 +862,11 @@ class Lowering:
         if set(node.out) != {*kept, *rest}:
             return None
         order = (*kept, *summed)
-        routing = self.plan(layout.place)
-        inverse = lax.reshape(routing.inverse, [v.size for v in points])
+        inverse = lax.reshape(self.plan(layout.routing).inverse, [v.size for v in points])
         inverse = lax.transpose(inverse, [points.index(v) for v in order])
         tokens, choices = math.prod(v.size for v in kept), math.prod(v.size for v in summed)
         inverse = lax.reshape(inverse, (tokens, choices))
-        weights = self._weights(others, order, (tokens, choices), node)
+        weights = self._weights(others, order, (tokens, choices))
         held = self._conditions(node.guards, order, (tokens, choices))
         rows = self.node_rows(factor.node, layout)
         total: Any = None
@@ -865,14 +885,14 @@ class Lowering:
         data = lax.reshape(total, [v.size for v in (*kept, *rest)])
         return _arranged(data, (*kept, *rest), node.out)  # type: ignore[arg-type]
 
-    def _weights(self, factors: Sequence[Factor], order: Sequence[Any], shape: tuple[int, int], node: Ein) -> Any:
+    def _weights(self, factors: Sequence[Factor], order: Sequence[Any], shape: Sequence[int]) -> Any:
         total: Any = None
         for factor in factors:
             data = jnp.asarray(self.fetch(factor, order))
             total = data if total is None else total * data
         return None if total is None else lax.reshape(_spread(total, [v.size for v in order]), shape)
 
-    def _conditions(self, guards: Sequence[Factor], order: Sequence[Any], shape: tuple[int, int]) -> Any:
+    def _conditions(self, guards: Sequence[Factor], order: Sequence[Any], shape: Sequence[int]) -> Any:
         total: Any = None
         for guard in guards:
             data = jnp.asarray(self.fetch(guard, order))
@@ -889,10 +909,13 @@ class Lowering:
         features = tuple(v for v in factor_vars(node.factors) if v not in points)
         if set(node.out) != set(points) or set(node.binders) != set(features):
             return None
-        product = self._product_rows(node.factors, layout.place, points, features, node.guards)  # type: ignore[arg-type]
+        product = self._product_rows(node.factors, layout.routing, points, features, ())  # type: ignore[arg-type]
         wide = np.promote_types(node.dtype, np.float32)
         total = jnp.sum(product.astype(wide), axis=tuple(range(1, product.ndim))) * np.asarray(node.coef, wide)
-        data = ops.unsort_rows(total.astype(node.dtype), self.plan(layout.place))
+        for guard in node.guards:
+            held = self.factor_rows(guard, layout.routing, points, ())  # type: ignore[arg-type]
+            total = jnp.where(held, total, jnp.zeros((), wide))
+        data = _take_rows(total.astype(node.dtype), self.plan(layout.routing).inverse, unique=True)
         return _arranged(lax.reshape(data, [v.size for v in points]), points, node.out)  # type: ignore[arg-type]
 
     def _einsum(
@@ -954,27 +977,26 @@ class Lowering:
             return None
         if set(node.binders) != set(points):
             return None
-        index = _canonical(indices[0])
-        routing = self.plan(index)
+        routing = self._reduced_routing(node, indices[0])
         left, right = _sides(node.factors, dense)
         if left is None:
-            product = self._product_rows(node.factors, index, points, dense, node.guards)
+            product = self._product_rows(node.factors, routing, points, dense, node.guards)
             flat = lax.reshape(product, (product.shape[0], math.prod(v.size for v in dense)))
-            total = ops.group_sum(flat.astype(node.dtype), routing.group_sizes)
+            total = ops.group_sum(flat.astype(node.dtype), self.plan(routing).group_sizes)
             order = [indices[0], *dense]
         else:
             a_vars = [v for v in dense if v in factor_vars(left)]
             b_vars = [v for v in dense if v not in a_vars]
-            a = self._product_rows(left, index, points, a_vars, node.guards)
-            b = self._product_rows(right, index, points, b_vars, node.guards)
+            a = self._product_rows(left, routing, points, a_vars, node.guards)
+            b = self._product_rows(right, routing, points, b_vars, node.guards)
             a = lax.reshape(a, (a.shape[0], math.prod(v.size for v in a_vars)))
             b = lax.reshape(b, (b.shape[0], math.prod(v.size for v in b_vars)))
             kind = jnp.promote_types(a.dtype, b.dtype)
-            self._note_matmul(index, (a.shape[0], a.shape[1], b.shape[1]), (a.dtype, b.dtype))
+            self._note_matmul(routing, (a.shape[0], a.shape[1], b.shape[1]), (a.dtype, b.dtype))
             total = self._latest = ops.grouped_outer(
                 a.astype(kind),
                 b.astype(kind),
-                self._sizes(index),
+                self._sizes(routing),
                 backend=self.backend,
                 preferred_element_type=node.dtype,
             )
@@ -984,6 +1006,17 @@ class Lowering:
             total = total * np.asarray(node.coef, total.dtype)
         return lax.transpose(total, [order.index(t) for t in out])
 
+    def _reduced_routing(self, node: Ein, index: Idx) -> Routing:
+        """The routing to reduce on: one that the factors live on already, if its conditions are among the node's."""
+        whole = _routing(index, node.guards)
+        for factor in node.factors:
+            layout = self.layout(factor.node)
+            if layout is not None and all(isinstance(a, Var) for a in factor.args):
+                matches = layout.routing.index == whole.index and layout.routing.held <= whole.held
+                if matches and [factor.args[i] for i in layout.axes] == list(term_vars(index)):
+                    return layout.routing
+        return whole
+
     def _group_maxima(self, node: Ein, out: tuple[Term, ...], indices: list[Idx]) -> Any:
         """The largest row of each expert, `initial` where it has none."""
         points = term_vars(indices[0])
@@ -991,14 +1024,14 @@ class Lowering:
         if len(indices) != 1 or set(points) & set(dense) or len(dense) + 1 != len(out) or len(node.factors) != 1:
             sites = frozenset().union(*(rank_sites(self.graph, g.node) for g in node.guards))
             raise Refusal(sites, "a maximum over slots that are not those of one expert", self._asker())
-        index = _canonical(indices[0])
-        rows = self.factor_rows(node.factors[0], index, points, dense)
+        routing = self._reduced_routing(node, indices[0])
+        rows = self.factor_rows(node.factors[0], routing, points, dense)
         rows = _spread(jnp.asarray(rows), (math.prod(v.size for v in points), *(v.size for v in dense)))
         lowest = np.asarray(node.initial, node.dtype)
-        for guard in node.guards:
-            rows = jnp.where(self.factor_rows(guard, index, points, dense), rows, lowest)
+        for guard in _unheld(node.guards, routing, points):
+            rows = jnp.where(self.factor_rows(guard, routing, points, dense), rows, lowest)
         flat = lax.reshape(rows, (rows.shape[0], math.prod(v.size for v in dense)))
-        largest = ops.group_max(flat, self.plan(index).group_sizes, lowest)
+        largest = ops.group_max(flat, self.plan(routing).group_sizes, lowest)
         largest = lax.reshape(largest, (indices[0].size, *(v.size for v in dense)))
         order = [indices[0], *dense]
         return lax.transpose(largest, [order.index(t) for t in out])
@@ -1034,12 +1067,20 @@ class Lowering:
 _ROW = Var(-1, 0)
 
 
-def _canonical(index: Idx) -> Idx:
-    """An index over the variables 0, 1, …: the name of its plan."""
+def _routing(index: Idx, conditions: Sequence[Factor]) -> Routing:
+    """The routing by an index; conditions that read more than its variables do not count."""
     names: dict[Var, Term] = {v: Var(i, v.size) for i, v in enumerate(term_vars(index))}
-    result = substitute(index, names)
-    assert isinstance(result, Idx)
-    return result
+    place = substitute(index, names)
+    assert isinstance(place, Idx)
+    return Routing(
+        place, frozenset(substitute_factor(c, names) for c in conditions if set(factor_vars([c])) <= set(names))
+    )
+
+
+def _unheld(guards: Sequence[Factor], routing: Routing, points: Sequence[Var]) -> list[Factor]:
+    """The guards that rows outside the tail may fail; `points` are the routing's variables here."""
+    names: dict[Var, Term] = {v: Var(i, v.size) for i, v in enumerate(points)}
+    return [g for g in guards if substitute_factor(g, names) not in routing.held]
 
 
 def _meaning(wire: Wire) -> Value:
@@ -1120,8 +1161,8 @@ def _arranged(data: Any, names: Sequence[Var], variables: Sequence[Var]) -> Any:
     return lax.reshape(data, [sizes.get(v, 1) for v in variables])
 
 
-def _take_rows(table: jax.Array, index: jax.Array) -> jax.Array:
-    """`table[index]` along the first axis."""
+def _take_rows(table: jax.Array, index: jax.Array, unique: bool = False) -> jax.Array:
+    """`table[index]` along the first axis; `unique` promises that no place is read twice."""
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(index.ndim, index.ndim + table.ndim - 1)),
         collapsed_slice_dims=(0,),
@@ -1132,6 +1173,7 @@ def _take_rows(table: jax.Array, index: jax.Array) -> jax.Array:
         index[..., None],
         numbers,
         slice_sizes=(1, *table.shape[1:]),
+        unique_indices=unique,
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
 

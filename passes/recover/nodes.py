@@ -127,7 +127,7 @@ class Ein(Node):
     an axis as it is.  An `Idx` on an axis scatters: cells that nothing hits hold zero (`initial` for a maximum).
     """
 
-    __slots__ = ("binders", "coef", "equalities", "factors", "guards", "initial", "out", "reducer")
+    __slots__ = ("binders", "coef", "domain", "equalities", "factors", "guards", "initial", "out", "reducer")
     kind = "ein"
 
     def __init__(
@@ -151,6 +151,7 @@ class Ein(Node):
         self.binders = binders
         self.reducer = reducer
         self.initial = initial
+        self.domain: frozenset[Factor] = frozenset()
 
     @property
     def gathers(self) -> bool:
@@ -286,6 +287,13 @@ def _structure(program: Any) -> Any:
 
 
 CONVERT = prims.convert_element_type_p
+
+
+def pinned_vars(out: Sequence[Term]) -> set[Var]:
+    """Variables that stand on an axis as they are."""
+    return {part for t in out for part in parts_of(t) if isinstance(part, Var)}
+
+
 _TESTS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 _EXACT_LINEAR = {"add", "sub", "mul", "convert_element_type", "neg"}
 
@@ -481,10 +489,12 @@ class Graph:
         dtype: Any,
         reducer: str = "sum",
         initial: Any = 0,
+        domain: Sequence[Factor] = (),
     ) -> Node:
         """An einsum node; every variable that no axis pins is bound in it.
 
-        The caller accounts for variables that occur nowhere (they would multiply by their size).
+        The caller accounts for variables that occur nowhere (they would multiply by their size), and promises that the
+        node is read only where the conditions of `domain` hold.
         """
         factors = [f for f in factors if literal(f) is None or literal(f) != 1]
         terms = list(out) + [a for f in (*factors, *guards) for a in f.args] + [t for pair in equalities for t in pair]
@@ -496,10 +506,15 @@ class Graph:
         pinned = {part for t in out_c for part in parts_of(t) if isinstance(part, Var)}
         binders = tuple(v for v in mapping.values() if v not in pinned)
         key = ("ein", out_c, factors_c, guards_c, equal_c, coef, str(dtype), reducer, initial)
+        known = key in self._table
         node = self._cons(
             key,
             lambda: Ein(out_c, factors_c, guards_c, equal_c, coef, binders, dtype, reducer, initial),  # type: ignore[arg-type]
         )
+        assert isinstance(node, Ein)
+        inside = [g for g in domain if set(factor_vars([g])) <= pinned_vars(out)]
+        here = frozenset(substitute_factor(g, mapping) for g in inside)
+        node.domain = node.domain & here if known else here
         return node
 
     def rank(

@@ -8,9 +8,16 @@ In: facts reported while a program is walked.  Out: the mode of each site, and w
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 Path = tuple[int, ...]
+
+
+class Threshold(NamedTuple):
+    """A test of an own queue position, counted from 0: those below `bound` pass; `step` made it, where one did."""
+
+    bound: float
+    step: Any
 
 
 @dataclasses.dataclass
@@ -24,7 +31,7 @@ class Session:
     sources: dict[Path, Any] = dataclasses.field(default_factory=dict)
     signatures: dict[Path, Any] = dataclasses.field(default_factory=dict)
     recomputed: set[Path] = dataclasses.field(default_factory=set)
-    thresholds: dict[Path, list[float]] = dataclasses.field(default_factory=dict)
+    thresholds: dict[Path, list[Threshold]] = dataclasses.field(default_factory=dict)
     slot_wires: list[Any] = dataclasses.field(default_factory=list)
     ranks: list[Any] = dataclasses.field(default_factory=list)
     unentered: Any = None
@@ -49,6 +56,9 @@ class Session:
         if key not in self._numbers:
             self._numbers[key] = self.fresh_number()
         return self._numbers[key]
+
+    def note_threshold(self, site: Path, bound: float, step: Any) -> None:
+        self.thresholds.setdefault(site, []).append(Threshold(bound, step))
 
     def root(self, site: Path) -> Path:
         while site in self._parents:

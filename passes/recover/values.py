@@ -691,7 +691,7 @@ def contracted(graph: Graph, piece: Piece, dtype: Any, allow_outer: bool = False
             return piece
         factors, guards, variables = step
         out = tuple(v for v in factor_vars([*factors, *guards]) if v not in variables)
-        node = graph.ein(out, factors, guards, frozenset(), 1, dtype)
+        node = graph.ein(out, factors, guards, frozenset(), 1, dtype, domain=piece.guards)
         piece = piece.replace(
             factors=(*(f for f in piece.factors if f not in factors), Factor(node, out)),
             guards=tuple(g for g in piece.guards if g not in guards),

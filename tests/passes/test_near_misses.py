@@ -327,7 +327,7 @@ COLLISIONS = {
     "double_cumsum": _slots(_twice),
     "halved": _slots(lambda index: _queue(index) // 2),
     "offset_one_less": _slots(_offset(lambda first, second: first.sum(0) - 1)),
-    "offset_of_second": _slots(_offset(lambda first, second: second.sum(0))),
+    "offset_of_second": _slots(_offset(lambda first, second: second.sum(0) // 2)),
     "offset_constant": _slots(_offset(lambda first, second: 3)),
     "offset_of_neighbour": _slots(_offset(lambda first, second: jnp.roll(first.sum(0), 1))),
     "offset_of_half": _slots(_offset(lambda first, second: first[: TOKENS // 2].sum(0))),
