@@ -1,31 +1,28 @@
-"""Grouped matmuls in plain XLA: a loop over blocks of rows, each against its expert's matrix.
+"""Grouped matmuls in plain XLA: a loop over experts, and for each a loop over blocks of its rows.
 
 MegaBlocks' idea without its padding: rows stay compact and sorted, a block may start at any row, and loops with trip
-counts from the device walk over the blocks, so nothing but the result and one block is ever allocated.  A dot needs a
-static size, so a group is cut into equal main blocks and one last block of the smallest fitting size out of seven;
-each size has a loop of its own over the experts that use it.  Why it looks like this, from measurements on XLA:CPU:
+counts from the device walk over the blocks, so nothing but the result and one block is ever allocated.  Why it looks
+like this, from measurements on XLA:CPU:
 
-- A dot inside a loop runs on all threads, and a dot of B rows costs as much as B plus about 30 rows of a large one:
-  a few large blocks that fit closely beat many small ones.
-- A loop updates its carry in place; a `switch` in the loop copies the carry in every branch (4 times slower for 32
-  experts), hence a loop a size.
-- A last block of at least half its size is written as two overlapping parts that end exactly with the group, which
-  needs no mask, no order between blocks and no read of the result.
-- Compiling takes time in proportion to the number of loops; seven sizes are within a few percent of eighteen.  Small
-  products have no loop at all: they run every expert on every row and select, which compiles seven times faster.
+- A dot inside a loop runs on all threads, everything else in a loop on one.  So a loop does little beside its dots: an
+  expert's matrix is sliced once for all its blocks, and `grouped_outer` sums as few products as it can.
+- `grouped_dot` uses one size of block.  The last block of a group reaches beyond it and keeps what is there, which
+  needs no order between blocks.  Blocks of half a mean group cost within a few percent of the best.
+- `grouped_outer` has three sizes for the last block of a group, so that most groups are one product that fits closely.
+  A `switch` chooses; it returns the product, never the carry, which every branch would have to copy.
+- Compiling takes time in proportion to the number of kernels: no tables are sorted, no loop is there twice.  Small
+  products have no loop at all: they run every expert on every row and select.
 - XLA:CPU slices and updates 16-bit floats as float32, which converts the whole array in every step; so they are carried
   as integers.  The dot itself takes 16-bit blocks with a float32 result several times faster than one dense 16-bit dot.
-- `grouped_outer` sums the blocks of a group before it writes: adding into the result in place would read and write it
-  once more for every block.  For many experts its cost is that of writing E * m * n values for the first time.
+- For many experts the cost of `grouped_outer` is that of writing E * m * n values for the first time.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,10 +41,7 @@ CONTRACT = Contract(
     temporaries="one block of rows, one matrix; for 16-bit dtypes also a copy of operands and result",
 )
 
-# Sizes of last blocks in units that grow with the mean group. Each is at most twice the one before (see grouped_dot).
-_STEPS_LARGE, _STEPS_SMALL = (3, 6, 9), (2, 4, 8)
-_LARGE_MEAN, _MAIN_STEP = 192, 8
-_LEAST_UNIT, _MOST_UNIT = 8, 128
+_MOST_BLOCK, _MOST_OUTER_BLOCK, _LEAST_BLOCK = 256, 504, 8
 # Up to this many multiply-adds, every expert on every row costs no more than a fraction of a millisecond.
 _SMALL_WORK = 2**21
 _REDUCED_ROWS = 256
@@ -65,36 +59,22 @@ def grouped_dot(
     dot = _dot(rows.dtype, w.dtype, 1, k_axis, precision)
     if experts * count * matrix[0] * matrix[1] <= _SMALL_WORK:
         return _small_dot(rows, w, group_sizes, dot, out_dtype)
-    sizes = _block_sizes(count, experts)
-    blocks = _blocks(sizes, group_sizes, count)
+    size = min(dot_block(count, experts), count)
+    ends = group_ends(group_sizes, count)
     out = _zeros(shape, out_dtype, rows, group_sizes)
     rows, w = _bits(rows), _bits(w)
 
-    def product(first: jax.Array, size: int, w_kn: jax.Array) -> jax.Array:
-        return _bits(lax.convert_element_type(dot(_read(rows, first, size), w_kn), out_dtype))
-
-    def over_main(expert: jax.Array, out: jax.Array) -> jax.Array:
-        w_kn = _element(w, expert)
+    def over_expert(expert: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        (start, out), end, w_kn = state, _element(ends, expert), _element(w, expert)
 
         def step(at: jax.Array, out: jax.Array) -> jax.Array:
-            return _write(out, product(at, sizes.main, w_kn), at)
+            first = lax.min(at, np.int32(count - size))
+            y = _bits(lax.convert_element_type(dot(_read(rows, first, size), w_kn), out_dtype))
+            return _write(out, lax.select(_inside(y, first, at, end), y, _read(out, first, size)), first)
 
-        return _over_main(blocks, sizes, expert, step, out)
+        return end, _stepping(start, end, size, step, out)
 
-    def over_last(choice: int, expert: jax.Array, out: jax.Array) -> jax.Array:
-        size, start, end = sizes.last[choice], _element(blocks.last, expert), _element(blocks.end, expert)
-        first = lax.min(start, np.int32(count - size))
-        y = product(first, size, _element(w, expert))
-        if choice == 0:
-            y = lax.select(_inside(y, first, start, end), y, _read(out, first, size))
-            return _write(out, y, first)
-        head = sizes.last[choice - 1]
-        out = _write(out, _read(y, start - first, head), start)
-        return _write(out, _read(y, end - (size - head) - first, size - head), end - (size - head))
-
-    if sizes.last[-1] < count:
-        out = _over_experts(blocks.split, np.int32(0), blocks.splits, over_main, out)
-    return _floats(_over_sizes(blocks, sizes, over_last, out), out_dtype)
+    return _floats(lax.fori_loop(0, experts, over_expert, (_first_row(ends), out))[1], out_dtype)
 
 
 def grouped_outer(
@@ -108,22 +88,27 @@ def grouped_outer(
     dot = _dot(a.dtype, b.dtype, 0, 0, precision)
     if count * experts * a.shape[1] * b.shape[1] <= _SMALL_WORK:
         return _small_outer(a, b, group_sizes, dot, out_dtype)
-    sizes = _block_sizes(count, experts)
-    blocks = _blocks(sizes, group_sizes, count)
+    sizes = sorted({min(size, count) for size in outer_blocks(count, experts)})
+    main, ends = sizes[-1], group_ends(group_sizes, count)
     out = _zeros(shape, out_dtype, a, group_sizes)
     a, b = _bits(a), _bits(b)
 
+    def last_product(size: int, start: jax.Array, end: jax.Array) -> jax.Array:
+        return dot(*(_read_masked(x, start, end, size) for x in (a, b)))
+
     def step(at: jax.Array, total: jax.Array) -> jax.Array:
-        return total + dot(_read(a, at, sizes.main), _read(b, at, sizes.main))
+        return total + dot(_read(a, at, main), _read(b, at, main))
 
-    def over_last(choice: int, expert: jax.Array, out: jax.Array) -> jax.Array:
-        size, start, end = sizes.last[choice], _element(blocks.last, expert), _element(blocks.end, expert)
-        total = dot(*(_read_masked(x, start, end, size) for x in (a, b)))
-        if sizes.last[-1] < count:
-            total = _over_main(blocks, sizes, expert, step, total)
-        return _write(out, _bits(lax.convert_element_type(total, out_dtype))[None], expert)
+    def over_expert(expert: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        (start, out), end = state, _element(ends, expert)
+        # A group keeps at least one row for its last block.
+        last = start + lax.div(lax.max(end - start - 1, np.int32(0)), np.int32(main)) * np.int32(main)
+        choice = sum(lax.convert_element_type(end - last > np.int32(size), np.int32) for size in sizes[:-1])
+        total = lax.switch(choice, [functools.partial(last_product, size) for size in sizes], last, end)
+        total = _stepping(start, last, main, step, total)
+        return end, _write(out, _bits(lax.convert_element_type(total, out_dtype))[None], expert)
 
-    return _floats(_over_sizes(blocks, sizes, over_last, out), out_dtype)
+    return _floats(lax.fori_loop(0, experts, over_expert, (_first_row(ends), out))[1], out_dtype)
 
 
 def reduce_groups(
@@ -160,7 +145,7 @@ def reduce_groups(
 
         return end, _write(out, _stepping(start, end, size, step, _element(out, expert))[None], expert)
 
-    return lax.fori_loop(0, experts, over_expert, (lax.full_like(ends, 0, shape=()), out))[1]
+    return lax.fori_loop(0, experts, over_expert, (_first_row(ends), out))[1]
 
 
 def _small_dot(rows: jax.Array, w: jax.Array, group_sizes: jax.Array, dot: _Product, out_dtype: Any) -> jax.Array:
@@ -189,84 +174,21 @@ def _own_rows(rows: jax.Array, group_sizes: jax.Array, fill: Any) -> jax.Array:
     return lax.select(own, lax.broadcast_in_dim(rows, shape, (1, 2)), filling)
 
 
-@dataclasses.dataclass(frozen=True)
-class _BlockSizes:
-    """Rows of a main block, and the possible sizes of the last block of a group, ascending."""
-
-    main: int
-    last: tuple[int, ...]
+def dot_block(count: int, experts: int) -> int:
+    """Rows of a block of `grouped_dot`: about half a mean group."""
+    half = max(count / experts / 2, 1)
+    return int(min(max(2 ** round(math.log2(half)), _LEAST_BLOCK), _MOST_BLOCK))
 
 
-def _block_sizes(count: int, experts: int) -> _BlockSizes:
-    mean = max(count / experts, 1)
-    steps = _STEPS_LARGE if mean >= _LARGE_MEAN else _STEPS_SMALL
-    units_per_mean = 8 if mean >= _LARGE_MEAN else 4
-    unit = min(max(2 ** round(math.log2(mean / units_per_mean)), _LEAST_UNIT), _MOST_UNIT)
-    last = [unit * step for step in steps]
-    fitting = [size for size in last if size < count]
-    return _BlockSizes(unit * _MAIN_STEP, tuple(last if fitting == last else (*fitting, count)))
+def outer_blocks(count: int, experts: int) -> tuple[int, int, int]:
+    """Rows of the possible last blocks of a group in `grouped_outer`; the largest fits most groups."""
+    third = math.ceil(min(1.5 * count / experts, _MOST_OUTER_BLOCK) / 3 / _LEAST_BLOCK) * _LEAST_BLOCK
+    return third, 2 * third, 3 * third
 
 
-class _Blocks(NamedTuple):
-    """How groups are cut: main blocks from `start` on, then one last block from `last` to `end` ([E] each).
-
-    `by_size` [E] holds the experts in the order of the sizes of their last blocks, those of size `i` from `edges[i]` to
-    `edges[i + 1]`.  The first `splits` experts of `split` [E] are those with main blocks.
-    """
-
-    start: jax.Array
-    last: jax.Array
-    end: jax.Array
-    by_size: jax.Array
-    edges: jax.Array
-    split: jax.Array
-    splits: jax.Array
-
-
-def _blocks(sizes: _BlockSizes, group_sizes: jax.Array, count: int) -> _Blocks:
-    experts, choices = group_sizes.size, len(sizes.last)
-    end = group_ends(group_sizes, count)
-    start = lax.concatenate([lax.full((1,), 0, np.int32), lax.slice(end, (0,), (experts - 1,))], 0)
-    # A group keeps at least one row for its last block.
-    mains = lax.max(lax.div(end - start + np.int32(sizes.main - 1 - sizes.last[-1]), np.int32(sizes.main)), np.int32(0))
-    last = start + mains * np.int32(sizes.main)
-    larger = lax.gt((end - last)[:, None], np.array(sizes.last, np.int32)[None])
-    choice = lax.reduce_sum(lax.convert_element_type(larger, np.int32), (1,))
-    choice = lax.select(last < end, choice, lax.full_like(choice, choices))
-    before = lax.lt(choice[:, None], np.arange(choices + 1, dtype=np.int32)[None])
-    whole = lax.convert_element_type(lax.eq(mains, np.int32(0)), np.int32)
-    return _Blocks(
-        start,
-        last,
-        end,
-        by_size=_argsort(choice),
-        edges=lax.reduce_sum(lax.convert_element_type(before, np.int32), (0,)),
-        split=_argsort(whole),
-        splits=np.int32(experts) - lax.reduce_sum(whole, (0,)),
-    )
-
-
-def _argsort(keys: jax.Array) -> jax.Array:
-    return lax.sort((keys, lax.iota(np.int32, keys.size)), num_keys=1)[1]
-
-
-def _over_sizes(blocks: _Blocks, sizes: _BlockSizes, visit: Callable[..., jax.Array], out: jax.Array) -> jax.Array:
-    for choice in range(len(sizes.last)):
-        first, stop = (lax.index_in_dim(blocks.edges, choice + i, keepdims=False) for i in (0, 1))
-        out = _over_experts(blocks.by_size, first, stop, functools.partial(visit, choice), out)
-    return out
-
-
-def _over_experts(
-    order: jax.Array, first: jax.Array | np.int32, stop: jax.Array, visit: Callable[..., jax.Array], out: jax.Array
-) -> jax.Array:
-    return lax.fori_loop(first, stop, lambda i, out: visit(_element(order, i), out), out)
-
-
-def _over_main(
-    blocks: _Blocks, sizes: _BlockSizes, expert: jax.Array, step: Callable[..., jax.Array], carry: jax.Array
-) -> jax.Array:
-    return _stepping(_element(blocks.start, expert), _element(blocks.last, expert), sizes.main, step, carry)
+def _first_row(ends: jax.Array) -> jax.Array:
+    """Row 0, where the first group starts, varying over devices as `ends` does."""
+    return lax.full_like(ends, 0, shape=())
 
 
 def _stepping(

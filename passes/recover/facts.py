@@ -12,8 +12,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jax import numpy as jnp
-
 from moe_xla.passes.recover.nodes import (
     Ein,
     Graph,
@@ -28,6 +26,7 @@ from moe_xla.passes.recover.nodes import (
     is_integer,
     literal,
     operands_at,
+    represents_exactly,
 )
 from moe_xla.passes.recover.terms import (
     Const,
@@ -125,13 +124,6 @@ def same_term(graph: Graph, a: Term, b: Term) -> bool:
     if not (isinstance(a, Idx) and isinstance(b, Idx)) or a.size != b.size:
         return False
     return linear_form(graph, a.factor) == linear_form(graph, b.factor)
-
-
-def represents_exactly(dtype: object, count: int) -> bool:
-    """Whether every integer up to `count` has its own value in the dtype."""
-    if is_integer(dtype):
-        return bool(count <= jnp.iinfo(dtype).max)
-    return is_floating(dtype) and bool(count <= 2 ** (jnp.finfo(dtype).nmant + 1))
 
 
 class RankFact(NamedTuple):

@@ -10,6 +10,7 @@ In: a finished `Recovery` and the program's input arrays.  Out: output arrays.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import string
 from collections.abc import Sequence
@@ -108,7 +109,8 @@ class Grouping(NamedTuple):
     free: tuple[Var, ...]
 
 
-class Routing(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Routing:
     """What decides in which row an assignment sits: its expert, and the conditions without which it has none.
 
     Both are over the variables 0, 1, …, so that equal routings are equal.  Assignments that fail a condition go to the

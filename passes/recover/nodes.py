@@ -286,6 +286,13 @@ def _structure(program: Any) -> Any:
     return (avals, consts, tuple(equations), tuple(place(a) for a in jaxpr.outvars))
 
 
+def represents_exactly(dtype: object, count: int) -> bool:
+    """Whether every integer up to `count` has its own value in the dtype."""
+    if is_integer(dtype):
+        return bool(count <= jnp.iinfo(dtype).max)
+    return is_floating(dtype) and bool(count <= 2 ** (jnp.finfo(dtype).nmant + 1))
+
+
 CONVERT = prims.convert_element_type_p
 
 
@@ -379,6 +386,12 @@ class Graph:
         name = prim.name
         if name in ("copy", "stop_gradient") or (name == "convert_element_type" and ops[0].node.dtype == dtype):
             return ops[0]
+        if (
+            name == "convert_element_type"
+            and isinstance(ops[0].node, Iota)
+            and represents_exactly(dtype, ops[0].node.shape[0])
+        ):
+            return Factor(self.iota(ops[0].node.shape[0], dtype), ops[0].args)
         values = [literal(op) for op in ops]
         if all(v is not None for v in values):
             return self._evaluate(prim, params, values, dtype)
@@ -390,7 +403,7 @@ class Graph:
 
     def _evaluate(self, prim: Any, params: dict[str, Any], values: list[Any], dtype: Any) -> Factor | None:
         with jax.ensure_compile_time_eval():
-            result = prim.bind(*[jnp.asarray(v) for v in values], **params)
+            result = getattr(prim, "evaluate", prim.bind)(*[jnp.asarray(v) for v in values], **params)
         return self.lit(np.asarray(result), dtype)
 
     def _fold_logic(self, name: str, ops: tuple[Factor, ...], values: list[Any], dtype: Any) -> Factor | None:

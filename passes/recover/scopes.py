@@ -104,7 +104,8 @@ OnLeaf = Callable[[Node, tuple[Term, ...]], Factor]
 class Translator:
     """Rebuilds factors, terms and values of one graph in another; `on_leaf` stands for arrays that cross."""
 
-    def __init__(self, source: Graph, target: Graph, on_leaf: OnLeaf, loop: Var | None):
+    def __init__(self, session: Any, source: Graph, target: Graph, on_leaf: OnLeaf, loop: Var | None):
+        self.session = session
         self.source = source
         self.target = target
         self.on_leaf = on_leaf
@@ -160,6 +161,7 @@ class Translator:
         used = vars_of([index, *(a for g in guards for a in g.args)])
         batch = [v for v in used if v not in order and v not in many]
         counts = self.target.rank(index, batch, order, many, guards, node.dtype, node.site)  # type: ignore[arg-type]
+        self.session.note_index(index.node, node.site)
         back = {names[v]: self.term(t) for v, t in places.items() if not isinstance(t, Var)}
         args = tuple(back.get(v, v) for v in counts.args)
         return Factor(counts.node, (*args, self.term(factor.args[-1])))
@@ -260,7 +262,7 @@ class Entrance:
             leaf = self._leaf(node, axis)
             return Factor(leaf, tuple(a for i, a in enumerate(args) if i != axis))
 
-        return Translator(self.outer, self.inner, on_leaf, loop)
+        return Translator(self._session, self.outer, self.inner, on_leaf, loop)
 
     def _leaf(self, node: Node, axis: int | None) -> Leaf:
         key = (node, axis)
@@ -317,7 +319,8 @@ class Exit:
                 return Factor(feed.source, (*args[: feed.axis], loop, *args[feed.axis :]))
             return Factor(self._leaf(node, loop), (*front, *args))
 
-        translator = Translator(self.scope.recovery.graph, self.outer.graph, on_leaf, None)
+        recovery = self.scope.recovery
+        translator = Translator(recovery.session, recovery.graph, self.outer.graph, on_leaf, None)
         return translator.value(value, lambda p: (*front, *p.axes), shape)
 
     def _leaf(self, node: Node, loop: Var | None) -> Leaf:

@@ -34,6 +34,7 @@ class Session:
     thresholds: dict[Path, list[Threshold]] = dataclasses.field(default_factory=dict)
     slot_wires: list[Any] = dataclasses.field(default_factory=list)
     ranks: list[Any] = dataclasses.field(default_factory=list)
+    indices: dict[Any, Path] = dataclasses.field(default_factory=dict)
     unentered: Any = None
     unstacked: dict[int, int] = dataclasses.field(default_factory=dict)
     _numbers: dict[Any, int] = dataclasses.field(default_factory=dict)
@@ -59,6 +60,10 @@ class Session:
 
     def note_threshold(self, site: Path, bound: float, step: Any) -> None:
         self.thresholds.setdefault(site, []).append(Threshold(bound, step))
+
+    def note_index(self, node: Any, site: Path) -> None:
+        """The queue of `site` is counted by the index `node`."""
+        self.indices[node] = site
 
     def root(self, site: Path) -> Path:
         while site in self._parents:

@@ -15,6 +15,7 @@ background the two are the same and masks are kept as guards.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -88,18 +89,18 @@ class Piece:
     equalities: Equalities = frozenset()
     guards: tuple[Factor, ...] = ()
 
-    @property
+    @functools.cached_property
     def variables(self) -> tuple[Var, ...]:
         pairs = [t for pair in self.equalities for t in pair]
         return vars_of([*self.axes, *(a for f in (*self.factors, *self.guards) for a in f.args), *pairs])
 
-    @property
+    @functools.cached_property
     def hidden(self) -> tuple[Var, ...]:
         """Variables that occur on no axis, not even inside an index."""
         visible = set(vars_of(self.axes))
         return tuple(v for v in self.variables if v not in visible)
 
-    @property
+    @functools.cached_property
     def points(self) -> frozenset[Var]:
         """Variables that data-dependent places are made of."""
         pairs = [t for pair in self.equalities for t in pair]
@@ -132,7 +133,7 @@ class Value:
     pieces: tuple[Piece, ...]
     background: Value | None = None
 
-    @property
+    @functools.cached_property
     def is_plain(self) -> bool:
         """One factor read at variables: an ordinary array, up to the order of its axes."""
         if self.background is not None or len(self.pieces) != 1:
@@ -423,9 +424,19 @@ def has_slots(graph: Graph, value: Value) -> bool:
 
 def is_injective(graph: Graph, piece: Piece) -> bool:
     """Whether different assignments of the piece's variables hit different cells."""
-    first, second = piece, piece.renamed()
     if piece.hidden or piece.equalities:
         return False
+    # The places and guards alone prove it for most pieces, and many pieces share them.
+    names: dict[Var, Term] = {v: Var(i, v.size) for i, v in enumerate(vars_of(piece.axes))}
+    places = Piece(piece.axes, guards=piece.guards).substitute(names)
+    key = ("injective", places.axes, places.guards)
+    if key not in graph.memo:
+        graph.memo[key] = _never_meets_itself(graph, places)
+    return bool(graph.memo[key]) or (bool(piece.factors) and _never_meets_itself(graph, piece))
+
+
+def _never_meets_itself(graph: Graph, piece: Piece) -> bool:
+    first, second = piece, piece.renamed()
     try:
         solved, _ = align(graph, [first, second], [[(0, i), (1, i)] for i in range(len(piece.axes))])
     except Contradiction:
@@ -435,6 +446,24 @@ def is_injective(graph: Graph, piece: Piece) -> bool:
     image = [resolve(v, solved) for v in first.variables]
     other = [resolve(v, solved) for v in second.variables]
     return image == other
+
+
+def at_places_of(graph: Graph, piece: Piece, candidate: Piece) -> Piece | None:
+    """The candidate in the variables of a piece that stands at the same places; None where that is not known.
+
+    The conditions that both have must prove that no two assignments share a cell: then a cell that both hit is hit by
+    the same assignment.
+    """
+    if candidate.hidden or candidate.equalities or piece.hidden or piece.equalities:
+        return None
+    mine, others = vars_of(piece.axes), vars_of(candidate.axes)
+    if [v.size for v in mine] != [v.size for v in others]:
+        return None
+    moved = candidate.substitute(dict(zip(others, mine, strict=True)))
+    if moved.axes != piece.axes:
+        return None
+    common = tuple(g for g in piece.guards if g in moved.guards)
+    return moved if is_injective(graph, Piece(piece.axes, guards=common)) else None
 
 
 def are_disjoint(graph: Graph, a: Piece, b: Piece) -> bool:
@@ -607,6 +636,17 @@ def renormalised(graph: Graph, piece: Piece) -> Piece | None:
     result = masks_to_guards(graph, fixed) if fixed is not None else None
     if result is None:
         return None
+    simplest = ("simplest", result.axes, result.guards, result.equalities)
+    if simplest in graph.memo:
+        return result
+    result = _simplified_places(graph, result)
+    if result is not None:
+        graph.memo["simplest", result.axes, result.guards, result.equalities] = True
+    return result
+
+
+def _simplified_places(graph: Graph, result: Piece) -> Piece | None:
+    """The piece with what its guards imply for its places; None where they contradict each other."""
     held = held_factors(graph, [result])
     if not held or not (result.equalities or any(has_idx(a) for a in result.axes)):
         return result
@@ -738,6 +778,11 @@ def plain_map(
 ) -> Value:
     """An elementwise operation on plain values of one shape (scalars allowed)."""
     full = [i for i, v in enumerate(values) if v.shape == tuple(shape)]
+    simple = _over_same_axes([values[i].pieces[0] for i in full])
+    if simple is not None:
+        arrays = dict(zip(full, simple, strict=True))
+        factors = [arrays.get(i, v.factor) for i, v in enumerate(values)]
+        return plain(shape, values[full[0]].pieces[0].axes, graph.map(prim, params, factors, dtype))
     pieces = [v.pieces[0].renamed() for v in values]
     solved, rest = align(graph, pieces, [[(i, a) for i in full] for a in range(len(shape))])
     if rest:
@@ -747,8 +792,28 @@ def plain_map(
     return plain(shape, axes, graph.map(prim, params, factors, dtype))
 
 
+def _over_same_axes(pieces: Sequence[Piece]) -> list[Factor] | None:
+    """The factors of plain pieces over the axes of the first one, where these are variables or of length 1."""
+    if not pieces:
+        return None
+    factors = []
+    for piece in pieces:
+        mapping: dict[Var, Term] = {}
+        for term, target in zip(piece.axes, pieces[0].axes, strict=True):
+            if isinstance(term, Var) and isinstance(target, Var) and term not in mapping:
+                mapping[term] = target
+            elif not term == target == UNIT:
+                return None
+        if len(set(mapping.values())) != len(mapping):
+            return None
+        factors.append(substitute_factor(piece.factors[0], mapping))
+    return factors
+
+
 def read(graph: Graph, value: Value, axes: Sequence[Term]) -> Factor:
     """A plain value read at the given places."""
+    if not value.factor.args:
+        return value.factor
     piece = value.pieces[0].renamed()
     solved, rest = align(graph, [Piece(tuple(axes)), piece], [[(1, i), (0, i)] for i in range(len(axes))])
     target = substitute_all(axes, solved)

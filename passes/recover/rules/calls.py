@@ -44,6 +44,7 @@ class ElementwiseFunction:
         traced = jax.make_jaxpr(derivative)(avals, avals)
         _PointwiseProgram(traced)  # refuses here and now what could not be differentiated later
         tangent = functools.cache(lambda: _PointwiseProgram(traced, keep_rules=True))
+        self._primal = primal
         function = jax.custom_jvp(lambda *args: primal(args)[0])
 
         @function.defjvp
@@ -55,6 +56,10 @@ class ElementwiseFunction:
 
     def bind(self, *args: Any, **params: Any) -> Any:
         return self._function(*args)
+
+    def evaluate(self, *args: Any) -> Any:
+        """The function's value, without its rule: for literals, in whatever transformation the program stands."""
+        return self._primal(args)[0]
 
     def __hash__(self) -> int:
         return hash(id(self.body.jaxpr))

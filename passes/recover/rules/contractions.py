@@ -20,6 +20,7 @@ from moe_xla.passes.recover.values import (
     Value,
     additive,
     align,
+    at_places_of,
     cancelled,
     cast,
     contracted,
@@ -42,6 +43,11 @@ AxisPairs = Sequence[tuple[int, int]]
 
 def multiplied(context: Context, left: Value, right: Value, shape: Sequence[int], dtype: Any) -> Value:
     """The elementwise product of two values without background."""
+    for one, other in ((left, right), (right, left)):
+        scale = literal_of(one) if not is_boolean(dtype) else None
+        if scale is not None and scale != 0 and not other.is_plain:
+            scaled = cast(context.graph, other, dtype)
+            return scaled.map_pieces(shape, lambda p, scale=scale: p.replace(coef=p.coef * scale.item()))  # type: ignore[misc]
     axes = range(len(shape))
     return product(context, left, right, [(i, i) for i in axes], [("left", i) for i in axes], shape, dtype)
 
@@ -82,6 +88,14 @@ def _product_piece(
     context: Context, p: Piece, q: Piece, joined: AxisPairs, out: Sequence[tuple[str, int]], dtype: Any
 ) -> Piece | None:
     graph = context.graph
+    if len(joined) == len(out) == len(p.axes) == len(q.axes) and all(("left", a) in out and a == b for a, b in joined):
+        moved = at_places_of(graph, p, q)
+        if moved is not None:
+            factors = (
+                tuple(dict.fromkeys((*p.factors, *moved.factors))) if is_boolean(dtype) else p.factors + moved.factors
+            )
+            guards = tuple(dict.fromkeys((*p.guards, *moved.guards)))
+            return renormalised(graph, Piece(p.axes, factors, p.coef * moved.coef, frozenset(), guards))
     try:
         solved, rest = align(graph, [p, q], [[(0, a), (1, b)] for a, b in joined])
     except Contradiction:

@@ -28,6 +28,7 @@ from moe_xla.passes.recover.values import (
     Piece,
     Value,
     align,
+    at_places_of,
     cancelled,
     cast,
     components,
@@ -330,6 +331,11 @@ def _joint(
         if j in chosen:
             continue
         for k, candidate in enumerate(values[j].pieces):
+            same = at_places_of(graph, chosen[start[0]], candidate)
+            if same is not None:
+                chosen[j] = same
+                done.add((j, k))
+                break
             order = sorted(chosen)
             others = [chosen[i] for i in order]
             renamed = candidate.renamed()
@@ -354,13 +360,14 @@ def _joint(
     common = tuple(g for g in anchor.guards if all(g in p.guards for p in chosen.values()))
     factors = []
     for j, value in enumerate(values):
-        base = read(graph, backgrounds[j], anchor.axes)
         if j not in chosen:
-            factors.append(base)
+            factors.append(read(graph, backgrounds[j], anchor.axes))
             continue
         data = materialised(graph, chosen[j].replace(guards=()), value.dtype)
         extra = [g for g in chosen[j].guards if g not in common]
-        factors.append(graph.select(graph.logical_and(extra), data, base) if extra else data)
+        if extra:
+            data = graph.select(graph.logical_and(extra), data, read(graph, backgrounds[j], anchor.axes))
+        factors.append(data)
     return Piece(anchor.axes, (graph.map(prim, params, factors, dtype),), 1, frozenset(), common)
 
 
