@@ -184,14 +184,15 @@ def _emit(
     session = recovery.session
     costs: Lowering | None = None
 
-    def emit(*values: Any) -> list[Any]:
+    @jax.jit  # one equation to evaluate, so that the program is not traced once more
+    def rewritten(*values: Any) -> list[Any]:
         nonlocal costs
         costs = Lowering(recovery, dict(zip(given, values, strict=True)), backend)
         return costs.results(outputs)
 
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (*closed.jaxpr.constvars, *closed.jaxpr.invars)]
     try:
-        program = jax.make_jaxpr(emit)(*avals)
+        program = jax.make_jaxpr(rewritten)(*avals)
     except Refusal as refusal:
         return refusal
     except Exception as error:  # a fault of ours must never reach the user's step: the layers run as written

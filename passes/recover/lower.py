@@ -439,13 +439,14 @@ class Lowering:
         index = self.fetch(node.index.factor, variables)
         index = _spread(index, [v.size for v in variables])
         experts = lax.broadcasted_iota(index.dtype, (*index.shape, node.index.size), len(variables))
-        mask = experts == index[..., None]
+        mask = lax.eq(experts, lax.broadcast_in_dim(index, experts.shape, range(index.ndim)))
         for guard in node.guards:
-            mask = mask & self.fetch(guard, variables)[..., None]
+            held = _spread(self.fetch(guard, variables), index.shape)
+            mask = lax.bitwise_and(mask, lax.broadcast_in_dim(held, experts.shape, range(index.ndim)))
         batch = len(node.batch)
         counts = mask.astype(node.dtype)
         if node.many:
-            counts = jnp.sum(counts, axis=tuple(range(batch + len(node.order), len(variables))))
+            counts = lax.reduce_sum(counts, range(batch + len(node.order), len(variables)))
         flat = counts.reshape(*(v.size for v in node.batch), -1, node.index.size)
         return lax.cumsum(flat, axis=batch).reshape(node.shape)
 
@@ -471,15 +472,15 @@ class Lowering:
         sizes = [v.size for v in variables]
         index = lax.convert_element_type(_spread(self.fetch(node.index.factor, variables), sizes), np.int32)
         experts = node.index.size
-        valid = (index >= 0) & (index < experts)
+        valid = lax.bitwise_and(lax.ge(index, np.int32(0)), lax.lt(index, np.int32(experts)))
         for guard in node.guards:
-            valid = valid & self.fetch(guard, variables)
+            valid = lax.bitwise_and(valid, _spread(self.fetch(guard, variables), sizes))
         queues = math.prod(v.size for v in node.batch)
         if queues > 1:
             offset = lax.iota(np.int32, queues).reshape(
                 [v.size for v in node.batch] + [1] * (len(sizes) - len(node.batch))
             )
-            index = index + offset * experts
+            index = lax.add(index, _spread(offset * np.int32(experts), sizes))
         index = lax.select(valid, index, lax.full_like(index, queues * experts))
         positions = ops.rank(ops.plan(index, queues * experts)) + 1
         return lax.convert_element_type(positions.reshape(sizes), node.dtype)
@@ -541,10 +542,10 @@ class Lowering:
             if isinstance(term, Idx):
                 self._refuse_slot_reads(term)
                 place = self.fetch(term.factor, points)
-                place = jnp.clip(lax.convert_element_type(jnp.asarray(place), np.int32), 0, size - 1)
+                place = lax.clamp(np.int32(0), lax.convert_element_type(place, np.int32), np.int32(size - 1))
             else:
                 place = _arranged(lax.iota(np.int32, size), (term,), points)  # type: ignore[arg-type]
-            index = place if index is None else index * size + place
+            index = place if index is None else lax.add(*_matched(lax.mul(index, np.int32(size)), place))
         index = _spread(index, [v.size for v in points])
         rows = _take_rows(table, index)
         return _arranged(rows, (*points, *(terms[i] for i in rest)), variables)  # type: ignore[arg-type]
@@ -735,14 +736,14 @@ class Lowering:
         total: Any = None
         for factor in factors:
             rows = self.factor_rows(factor, routing, points, rest)
-            total = rows if total is None else total * rows
+            total = rows if total is None else lax.mul(*_matched(total, rows))
         assignments = math.prod(v.size for v in points)
         if total is None:
             total = np.ones((1,) * (1 + len(rest)))
         total = _spread(jnp.asarray(total), (assignments, *(v.size for v in rest)))
         for guard in _unheld(guards, routing, points):
             held = self.factor_rows(guard, routing, points, rest)
-            total = jnp.where(held, total, jnp.zeros((), total.dtype))
+            total = _where(held, total)
         return total
 
     def factor_rows(self, factor: Factor, routing: Routing, points: Sequence[Var], rest: Sequence[Var]) -> Any:
@@ -874,13 +875,12 @@ class Lowering:
         total: Any = None
         wide = np.promote_types(node.dtype, np.float32) if is_floating(node.dtype) else node.dtype
         for k in range(choices):
-            row = _take_rows(rows, inverse[:, k]).astype(wide)
-            column = (tokens, *(1,) * len(rest))
+            row = lax.convert_element_type(_take_rows(rows, lax.index_in_dim(inverse, k, 1, False)), wide)
             if weights is not None:
-                row = row * lax.reshape(weights[:, k], column).astype(wide)
+                row = lax.mul(row, _spread(lax.convert_element_type(_column(weights, k, row.ndim), wide), row.shape))
             if held is not None:
-                row = jnp.where(lax.reshape(held[:, k], column), row, jnp.zeros((), wide))
-            total = row if total is None else total + row
+                row = _where(_column(held, k, row.ndim), row)
+            total = row if total is None else lax.add(total, row)
         if node.coef != 1:
             total = total * np.asarray(node.coef, wide)
         total = lax.convert_element_type(total, node.dtype)
@@ -891,14 +891,14 @@ class Lowering:
         total: Any = None
         for factor in factors:
             data = jnp.asarray(self.fetch(factor, order))
-            total = data if total is None else total * data
+            total = data if total is None else lax.mul(*_matched(total, data))
         return None if total is None else lax.reshape(_spread(total, [v.size for v in order]), shape)
 
     def _conditions(self, guards: Sequence[Factor], order: Sequence[Any], shape: Sequence[int]) -> Any:
         total: Any = None
         for guard in guards:
             data = jnp.asarray(self.fetch(guard, order))
-            total = data if total is None else total & data
+            total = data if total is None else lax.bitwise_and(*_matched(total, data))
         return None if total is None else lax.reshape(_spread(total, [v.size for v in order]), shape)
 
     def _row_dotted(self, node: Ein) -> Any:
@@ -913,10 +913,11 @@ class Lowering:
             return None
         product = self._product_rows(node.factors, layout.routing, points, features, ())  # type: ignore[arg-type]
         wide = np.promote_types(node.dtype, np.float32)
-        total = jnp.sum(product.astype(wide), axis=tuple(range(1, product.ndim))) * np.asarray(node.coef, wide)
+        total = lax.reduce_sum(lax.convert_element_type(product, wide), range(1, product.ndim))
+        total = total * np.asarray(node.coef, wide) if node.coef != 1 else total
         for guard in node.guards:
             held = self.factor_rows(guard, layout.routing, points, ())  # type: ignore[arg-type]
-            total = jnp.where(held, total, jnp.zeros((), wide))
+            total = _where(held, total)
         data = _take_rows(total.astype(node.dtype), self.plan(layout.routing).inverse, unique=True)
         return _arranged(lax.reshape(data, [v.size for v in points]), points, node.out)  # type: ignore[arg-type]
 
@@ -936,7 +937,7 @@ class Lowering:
                 arrays.append(lax.convert_element_type(held, dtype))
                 names.append(variables)
             else:
-                arrays[host] = jnp.where(_arranged(held, variables, names[host]), arrays[host], jnp.zeros((), dtype))
+                arrays[host] = _where(_arranged(held, variables, names[host]), arrays[host])
         used = {v for vs in names for v in vs}
         letters: dict[Var, str] = {
             v: string.ascii_letters[i] for i, v in enumerate(dict.fromkeys(v for vs in names for v in vs))
@@ -1031,7 +1032,7 @@ class Lowering:
         rows = _spread(jnp.asarray(rows), (math.prod(v.size for v in points), *(v.size for v in dense)))
         lowest = np.asarray(node.initial, node.dtype)
         for guard in _unheld(node.guards, routing, points):
-            rows = jnp.where(self.factor_rows(guard, routing, points, dense), rows, lowest)
+            rows = _where(self.factor_rows(guard, routing, points, dense), rows, lowest)
         flat = lax.reshape(rows, (rows.shape[0], math.prod(v.size for v in dense)))
         largest = ops.group_max(flat, self.plan(routing).group_sizes, lowest)
         largest = lax.reshape(largest, (indices[0].size, *(v.size for v in dense)))
@@ -1146,10 +1147,31 @@ def _sides(factors: Sequence[Factor], dense: Sequence[Var]) -> tuple[list[Factor
 
 
 def _spread(data: Any, shape: Sequence[int]) -> Any:
-    """An array with axes of length 1 broadcast to `shape`."""
+    """An array with axes of length 1, or without axes, broadcast to `shape`."""
     if tuple(data.shape) == tuple(shape):
         return data
-    return jnp.broadcast_to(data, tuple(shape))
+    if 1 in data.shape:
+        kept = [i for i, n in enumerate(data.shape) if n != 1 or shape[i] == 1]
+        return lax.broadcast_in_dim(lax.reshape(data, [data.shape[i] for i in kept]), tuple(shape), kept)
+    return lax.broadcast_in_dim(data, tuple(shape), range(data.ndim))
+
+
+def _matched(a: Any, b: Any) -> tuple[Any, Any]:
+    """Two arrays with as many axes each, axes of length 1 broadcast to those of the other, in their common dtype."""
+    shape = np.broadcast_shapes(a.shape, b.shape)
+    kind = a.dtype if a.dtype == b.dtype else jnp.promote_types(a.dtype, b.dtype)
+    return _spread(lax.convert_element_type(a, kind), shape), _spread(lax.convert_element_type(b, kind), shape)
+
+
+def _where(held: Any, data: Any, other: Any = 0) -> Any:
+    """`data` where `held`, which may have axes of length 1, `other` elsewhere."""
+    shape = np.broadcast_shapes(held.shape, data.shape)
+    return lax.select(_spread(jnp.asarray(held), shape), _spread(data, shape), lax.full(shape, other, data.dtype))
+
+
+def _column(data: Any, k: int, axes: int) -> Any:
+    """Column `k` of a matrix [T, K] as [T, 1, …] with `axes` axes."""
+    return lax.reshape(lax.index_in_dim(data, k, 1), (data.shape[0], *(1,) * (axes - 1)))
 
 
 def _arranged(data: Any, names: Sequence[Var], variables: Sequence[Var]) -> Any:

@@ -20,6 +20,7 @@ import jax.extend.core.primitives as prims
 import numpy as np
 from jax import numpy as jnp
 
+from moe_xla.passes.recover.literals import evaluate
 from moe_xla.passes.recover.terms import (
     Factor,
     Idx,
@@ -394,17 +395,12 @@ class Graph:
             return Factor(self.iota(ops[0].node.shape[0], dtype), ops[0].args)
         values = [literal(op) for op in ops]
         if all(v is not None for v in values):
-            return self._evaluate(prim, params, values, dtype)
+            return self.lit(evaluate(prim, params, values), dtype)
         return (
             self._fold_logic(name, ops, values, dtype)
             or self._fold_select(prim, params, ops, values, dtype)
             or (self._fold_compare(name, ops, values))
         )
-
-    def _evaluate(self, prim: Any, params: dict[str, Any], values: list[Any], dtype: Any) -> Factor | None:
-        with jax.ensure_compile_time_eval():
-            result = getattr(prim, "evaluate", prim.bind)(*[jnp.asarray(v) for v in values], **params)
-        return self.lit(np.asarray(result), dtype)
 
     def _fold_logic(self, name: str, ops: tuple[Factor, ...], values: list[Any], dtype: Any) -> Factor | None:
         if name == "not" and is_boolean(dtype) and is_map(ops[0], "not"):

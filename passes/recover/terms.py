@@ -5,12 +5,12 @@
 value of an integer node at some arguments, e.g. the expert of token t and choice k.  `Flat` makes every chain of
 transposes and reshapes symbolic.
 
-In: nothing.  Out: immutable values with structural equality, and substitution over them.
+In: nothing.  Out: immutable values with structural equality, and substitution over them.  Terms are tuples, which
+Python compares and hashes fastest; their last field tells the kinds apart.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping
@@ -23,33 +23,33 @@ FIRST_FRESH_ID = 1_000_000
 _fresh_ids = itertools.count(FIRST_FRESH_ID)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Var:
+class Var(NamedTuple):
     """An index variable that runs over `range(size)`."""
 
     id: int
     size: int
+    kind: int = 0
 
     def __repr__(self) -> str:
         return f"v{self.id - FIRST_FRESH_ID if self.id >= FIRST_FRESH_ID else self.id}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Const:
+class Const(NamedTuple):
     """The fixed place `value` on an axis of length `size`."""
 
     value: int
     size: int
+    kind: int = 1
 
     def __repr__(self) -> str:
         return f"#{self.value}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Flat:
+class Flat(NamedTuple):
     """Several terms flattened into one axis, the last one fastest.  Never nested, never of one part."""
 
     parts: tuple[Term, ...]
+    kind: int = 2
 
     @property
     def size(self) -> int:
@@ -59,8 +59,7 @@ class Flat:
         return "<" + "*".join(map(repr, self.parts)) + ">"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Idx:
+class Idx(NamedTuple):
     """The value of an integer-valued node at `args`, as a place on an axis of length `size`.
 
     A value outside `range(size)` is no place at all: the cell does not exist.
@@ -69,6 +68,7 @@ class Idx:
     node: Node
     args: tuple[Term, ...]
     size: int
+    kind: int = 3
 
     def __repr__(self) -> str:
         return f"{self.node!r}({','.join(map(repr, self.args))})"

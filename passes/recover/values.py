@@ -469,12 +469,27 @@ def at_places_of(graph: Graph, piece: Piece, candidate: Piece) -> Piece | None:
 def are_disjoint(graph: Graph, a: Piece, b: Piece) -> bool:
     b = b.renamed()
     try:
-        align(graph, [a, b], [[(0, i), (1, i)] for i in range(len(a.axes))])
+        solved, _ = align(graph, [a, b], [[(0, i), (1, i)] for i in range(len(a.axes))])
     except Contradiction:
         return True
     except NoRule:
         return False
-    return False
+    return is_dead(a.substitute(solved)) or is_dead(b.substitute(solved))
+
+
+def is_dead(piece: Piece) -> bool:
+    """Whether a guard compares an integer with itself and fails."""
+    return any(settled(g) is False for g in piece.guards)
+
+
+def settled(guard: Factor) -> bool | None:
+    """What a comparison of an integer with itself says; None for other conditions."""
+    if not is_map(guard, "ne", "lt", "gt", "eq", "le", "ge"):
+        return None
+    left, right = operands_at(guard)
+    if left != right or not is_integer(left.node.dtype):
+        return None
+    return guard.node.name in ("eq", "le", "ge")  # type: ignore[attr-defined]
 
 
 def has_unique_cells(graph: Graph, value: Value) -> bool:
@@ -540,8 +555,8 @@ def masks_to_guards(graph: Graph, piece: Piece) -> Piece | None:
         guards[guard] = None
         if rest is not None:
             pending.insert(0, rest)
-    split = [g for guard in (*piece.guards, *guards) for g in conjuncts(guard)]
-    if any(literal(g) is not None and not literal(g) for g in split) or coef == 0:
+    split = [g for guard in (*piece.guards, *guards) for g in conjuncts(guard) if settled(g) is not True]
+    if any(settled(g) is False or (literal(g) is not None and not literal(g)) for g in split) or coef == 0:
         return None
     kept = tuple(dict.fromkeys(g for g in split if literal(g) is None))
     if any(graph.logical_not(g) in kept for g in kept):

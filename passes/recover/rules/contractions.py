@@ -88,14 +88,13 @@ def _product_piece(
     context: Context, p: Piece, q: Piece, joined: AxisPairs, out: Sequence[tuple[str, int]], dtype: Any
 ) -> Piece | None:
     graph = context.graph
-    if len(joined) == len(out) == len(p.axes) == len(q.axes) and all(("left", a) in out and a == b for a, b in joined):
+    every = range(len(p.axes))
+    if list(joined) == [(i, i) for i in every] and list(out) == [("left", i) for i in every]:
         moved = at_places_of(graph, p, q)
         if moved is not None:
-            factors = (
-                tuple(dict.fromkeys((*p.factors, *moved.factors))) if is_boolean(dtype) else p.factors + moved.factors
-            )
-            guards = tuple(dict.fromkeys((*p.guards, *moved.guards)))
-            return renormalised(graph, Piece(p.axes, factors, p.coef * moved.coef, frozenset(), guards))
+            held = tuple(dict.fromkeys((*p.guards, *moved.guards)))
+            joint = Piece(p.axes, _factors(p, moved, dtype), p.coef * moved.coef, frozenset(), held)
+            return renormalised(graph, joint)
     try:
         solved, rest = align(graph, [p, q], [[(0, a), (1, b)] for a, b in joined])
     except Contradiction:
@@ -109,12 +108,14 @@ def _product_piece(
         guards += _existence(context, p.axes[a])
         if q.axes[b] != p.axes[a]:
             guards += _existence(context, q.axes[b])
-    factors = (*p.factors, *q.factors)
-    if is_boolean(dtype):
-        factors = tuple(dict.fromkeys(factors))
-    piece = Piece(axes, factors, p.coef * q.coef, rest, tuple(dict.fromkeys(guards)))
+    piece = Piece(axes, _factors(p, q, dtype), p.coef * q.coef, rest, tuple(dict.fromkeys(guards)))
     lost = [v for a, _ in summed for v in term_vars(p.axes[a])]
     return renormalised(graph, _count_lost(piece, lost))
+
+
+def _factors(p: Piece, q: Piece, dtype: Any) -> tuple[Factor, ...]:
+    factors = (*p.factors, *q.factors)
+    return tuple(dict.fromkeys(factors)) if is_boolean(dtype) else factors
 
 
 def _existence(context: Context, term: Any) -> list[Factor]:

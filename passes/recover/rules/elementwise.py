@@ -6,7 +6,6 @@ sums collect them, and everything else acts on the pieces' data and on the backg
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,16 +18,15 @@ from moe_xla.passes.recover.nodes import (
     is_boolean,
     is_floating,
 )
+from moe_xla.passes.recover.rules.cells import celled, on_cells, spread
 from moe_xla.passes.recover.rules.contractions import multiplied
 from moe_xla.passes.recover.rules.table import Context, rule
-from moe_xla.passes.recover.terms import UNIT, Factor, Idx, Var, fresh_axis, vars_of
+from moe_xla.passes.recover.terms import Factor, Idx, Var, fresh_axis, vars_of
 from moe_xla.passes.recover.values import (
-    Contradiction,
     NoRule,
     Piece,
     Value,
-    align,
-    at_places_of,
+    additive,
     cancelled,
     cast,
     components,
@@ -37,11 +35,8 @@ from moe_xla.passes.recover.values import (
     materialised,
     normalised,
     of_literal,
-    only_renames,
     peeled,
-    plain,
     plain_map,
-    read,
     renormalised,
 )
 
@@ -135,7 +130,7 @@ def apply(
 ) -> Value:
     """An elementwise primitive on values."""
     name = prim.name
-    values = [_spread(v, shape) for v in values]
+    values = [spread(v, shape) for v in values]
     if name in ("eq", "ne"):
         delta = _delta(context, values, shape)
         if delta is not None:
@@ -144,26 +139,6 @@ def apply(
         return plain_map(context.graph, prim, params, values, shape, dtype)
     linear = _linear(context, prim, params, values, shape, dtype)
     return linear if linear is not None else on_cells(context, prim, params, values, shape, dtype)
-
-
-def _spread(value: Value, shape: Sequence[int]) -> Value:
-    """An operand over all cells: scalars and axes of length 1 are repeated."""
-    if value.shape == tuple(shape):
-        return value
-    if value.shape == () and value.is_plain:
-        return plain(shape, tuple(fresh_axis(n) for n in shape), value.factor)
-    if len(value.shape) != len(shape):
-        raise NoRule(f"operands of shapes {value.shape} and {tuple(shape)}")
-
-    def change(piece: Piece) -> Piece:
-        axes = []
-        for term, n in zip(piece.axes, shape, strict=True):
-            if term.size != n and term != UNIT:
-                raise NoRule("a data-dependent place on an axis of length 1")
-            axes.append(term if term.size == n else fresh_axis(n))
-        return piece.replace(axes=tuple(axes))
-
-    return value.map_pieces(shape, change)
 
 
 # ------------------------------------------------------------------------------------------------ deltas
@@ -242,10 +217,11 @@ def _linear(
         return _masked(context, prim, params, values, shape, dtype)
     if name == "neg" and sparse[0]:
         return Value(tuple(shape), dtype, tuple(p.replace(coef=-p.coef) for p in values[0].pieces))
-    if name == "div" and sparse[0] and values[1].is_plain and not values[0].is_plain and is_floating(dtype):
+    filled = values[1].is_plain or celled(graph, values[1]).background is not None if name == "div" else False
+    if filled and sparse[0] and not values[0].is_plain and is_floating(dtype):
         if not has_unique_cells(graph, values[0]):
-            inverse = plain_map(graph, prims.div_p, {}, [of_literal(graph, 1, (), dtype), values[1]], shape, dtype)
-            return multiplied(context, values[0], inverse, shape, dtype)
+            inverse = on_cells(context, prims.div_p, {}, [of_literal(graph, 1, (), dtype), values[1]], shape, dtype)
+            return multiplied(context, values[0], additive(graph, inverse), shape, dtype)
     if name == "convert_element_type" and sparse[0] and is_floating(dtype):
         exact = is_boolean(values[0].dtype) or _is_deferred(values[0]) or not has_unique_cells(graph, values[0])
         if exact:
@@ -280,115 +256,6 @@ def _masked(
     """A product with a value that is not zero elsewhere: only the cells of the other one matter."""
     sparse = next(v for v in values if v.background is None)
     if not has_unique_cells(context.graph, sparse) and not sparse.is_plain:
-        raise NoRule("a product of a value with overlapping cells and one with a background")
+        left, right = (additive(context.graph, v) for v in values)
+        return multiplied(context, left, right, shape, dtype)
     return on_cells(context, prim, params, values, shape, dtype)
-
-
-# ------------------------------------------------------------------------------------------- cell by cell
-
-
-def on_cells(
-    context: Context, prim: Any, params: dict[str, Any], values: list[Value], shape: Sequence[int], dtype: Any
-) -> Value:
-    """The operation on every cell: on the data of the cells that pieces hit, and on the backgrounds elsewhere."""
-    graph = context.graph
-    structured = [i for i, v in enumerate(values) if not v.is_plain]
-    for i in structured:
-        if not has_unique_cells(graph, values[i]):
-            raise NoRule(f"slots that are not provably unique in an operand of {prim.name}")
-    backgrounds = [_background(graph, v, shape) for v in values]
-    pieces: list[Piece] = []
-    done: set[tuple[int, int]] = set()
-    for i in structured:
-        for k in range(len(values[i].pieces)):
-            if (i, k) not in done:
-                pieces.append(_joint(context, prim, params, values, backgrounds, structured, (i, k), done, dtype))
-    return _with_background(context, prim, params, backgrounds, pieces, shape, dtype)
-
-
-def _background(graph: Graph, value: Value, shape: Sequence[int]) -> Value:
-    if value.is_plain:
-        return value
-    return value.background if value.background is not None else of_literal(graph, 0, shape, value.dtype)
-
-
-def _joint(
-    context: Context,
-    prim: Any,
-    params: dict[str, Any],
-    values: list[Value],
-    backgrounds: list[Value],
-    structured: list[int],
-    start: tuple[int, int],
-    done: set[tuple[int, int]],
-    dtype: Any,
-) -> Piece:
-    """The result on the cells of one operand's piece, joined with the other operands' pieces on the same cells."""
-    graph = context.graph
-    chosen = {start[0]: values[start[0]].pieces[start[1]]}
-    done.add(start)
-    for j in structured:
-        if j in chosen:
-            continue
-        for k, candidate in enumerate(values[j].pieces):
-            same = at_places_of(graph, chosen[start[0]], candidate)
-            if same is not None:
-                chosen[j] = same
-                done.add((j, k))
-                break
-            order = sorted(chosen)
-            others = [chosen[i] for i in order]
-            renamed = candidate.renamed()
-            groups = [[(0, a), (len(others), a)] for a in range(len(renamed.axes))]
-            try:
-                solved, rest = align(graph, [*others, renamed], groups)
-            except Contradiction:
-                continue
-            moved = renamed.substitute(solved)
-            anchor = others[0].substitute(solved)
-            if (
-                rest
-                or set(vars_of(anchor.axes)) != set(vars_of(moved.axes))
-                or not all(only_renames(p, solved) for p in (*others, renamed))
-            ):
-                raise NoRule(f"operands of {prim.name} that fill different cells")
-            chosen = {i: p.substitute(solved) for i, p in zip(order, others, strict=True)}
-            chosen[j] = moved
-            done.add((j, k))
-            break
-    anchor = chosen[start[0]]
-    common = tuple(g for g in anchor.guards if all(g in p.guards for p in chosen.values()))
-    factors = []
-    for j, value in enumerate(values):
-        if j not in chosen:
-            factors.append(read(graph, backgrounds[j], anchor.axes))
-            continue
-        data = materialised(graph, chosen[j].replace(guards=()), value.dtype)
-        extra = [g for g in chosen[j].guards if g not in common]
-        if extra:
-            data = graph.select(graph.logical_and(extra), data, read(graph, backgrounds[j], anchor.axes))
-        factors.append(data)
-    return Piece(anchor.axes, (graph.map(prim, params, factors, dtype),), 1, frozenset(), common)
-
-
-def _with_background(
-    context: Context,
-    prim: Any,
-    params: dict[str, Any],
-    backgrounds: list[Value],
-    pieces: list[Piece],
-    shape: Sequence[int],
-    dtype: Any,
-) -> Value:
-    graph = context.graph
-    zeros = [literal_of(b) is not None and literal_of(b) == 0 for b in backgrounds]
-    vanishes = (prim.name in ("mul", "and") and any(zeros)) or (prim.name == "select_n" and all(zeros[1:]))
-    background: Value | None = None
-    if not vanishes:
-        background = plain_map(graph, prim, params, backgrounds, shape, dtype)
-        if background.shape != tuple(shape):
-            background = _spread(background, shape)
-        if literal_of(background) is not None and literal_of(background) == 0:
-            background = None
-    result = Value(tuple(shape), dtype, tuple(pieces), background)
-    return normalised(graph, result) if background is None else dataclasses.replace(result)

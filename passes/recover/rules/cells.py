@@ -1,0 +1,235 @@
+"""Operations on values cell by cell: on the data of the cells that pieces hit, and on the backgrounds elsewhere.
+
+In: values whose pieces never share a cell, or can be brought to that.  Out: one more such value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core.primitives as prims
+import numpy as np
+
+from moe_xla.passes.recover.nodes import Graph
+from moe_xla.passes.recover.rules.table import Context
+from moe_xla.passes.recover.terms import UNIT, Factor, Var, fresh_axis, has_idx, vars_of
+from moe_xla.passes.recover.values import (
+    Contradiction,
+    NoRule,
+    Piece,
+    Value,
+    align,
+    at_places_of,
+    has_unique_cells,
+    is_dead,
+    literal_of,
+    materialised,
+    normalised,
+    of_literal,
+    only_renames,
+    plain,
+    plain_map,
+    read,
+)
+
+
+def on_cells(
+    context: Context, prim: Any, params: dict[str, Any], values: list[Value], shape: Sequence[int], dtype: Any
+) -> Value:
+    """The operation on every cell: on the data of the cells that pieces hit, and on the backgrounds elsewhere."""
+    graph = context.graph
+    values = [celled(graph, v) for v in values]
+    structured = [i for i, v in enumerate(values) if not v.is_plain]
+    for i in structured:
+        if not has_unique_cells(graph, values[i]):
+            raise NoRule(f"slots that are not provably unique in an operand of {prim.name}")
+    values = _cut(graph, values, structured) if len(structured) > 1 else values
+    backgrounds = [_background(graph, v, shape) for v in values]
+    pieces: list[Piece] = []
+    done: set[tuple[int, int]] = set()
+    for i in structured:
+        for k in range(len(values[i].pieces)):
+            if (i, k) not in done:
+                pieces.append(_joint(context, prim, params, values, backgrounds, structured, (i, k), done, dtype))
+    return _with_background(context, prim, params, backgrounds, pieces, shape, dtype)
+
+
+def celled(graph: Graph, value: Value) -> Value:
+    """A sum of an ordinary array and pieces, as pieces over a background; other values as they are."""
+    if value.is_plain or value.background is not None or has_unique_cells(graph, value):
+        return value
+    dense = [p for p in value.pieces if not any(has_idx(a) for a in p.axes)]
+    background = normalised(graph, Value(value.shape, value.dtype, tuple(dense))) if dense else None
+    if background is None or not background.is_plain or len(dense) == len(value.pieces):
+        return value
+    pieces: list[Piece] = []
+    for piece in value.pieces:
+        if piece not in dense:
+            _collect(graph, pieces, piece, value.dtype)
+    full = [
+        p.replace(factors=(_sum(graph, materialised(graph, p.replace(guards=()), value.dtype), p, background),), coef=1)
+        for p in pieces
+    ]
+    return Value(value.shape, value.dtype, tuple(full), background)
+
+
+def _collect(graph: Graph, pieces: list[Piece], piece: Piece, dtype: Any) -> None:
+    """Adds a piece to a sum of pieces, to the data of one that stands at the same places if there is one."""
+    for i, other in enumerate(pieces):
+        moved = at_places_of(graph, other, piece)
+        if moved is not None and set(moved.guards) == set(other.guards):
+            data = [materialised(graph, p.replace(guards=()), dtype) for p in (other, moved)]
+            pieces[i] = other.replace(factors=(graph.map(prims.add_p, {}, data, dtype),), coef=1)
+            return
+    pieces.append(piece)
+
+
+def _sum(graph: Graph, data: Factor, piece: Piece, background: Value) -> Factor:
+    return graph.map(prims.add_p, {}, [data, read(graph, background, piece.axes)], background.dtype)
+
+
+def _cut(graph: Graph, values: list[Value], structured: list[int]) -> list[Value]:
+    """Pieces that reach beyond a piece of another operand, in two: the cells of that one, and the others."""
+    pieces = {i: list(values[i].pieces) for i in structured}
+    for i in structured:
+        for j in structured:
+            if i != j:
+                pieces[j] = [q for piece in pieces[j] for q in _parts(graph, pieces[i], piece)]
+    return [dataclasses.replace(v, pieces=tuple(pieces[i])) if i in pieces else v for i, v in enumerate(values)]
+
+
+def _parts(graph: Graph, others: Sequence[Piece], piece: Piece) -> list[Piece]:
+    for other in others:
+        whole = piece.renamed()
+        try:
+            solved, rest = align(graph, [other, whole], [[(0, a), (1, a)] for a in range(len(piece.axes))])
+        except (Contradiction, NoRule):
+            continue
+        merged = _merged(whole, solved) if not rest and only_renames(other, solved) else None
+        if merged is not None:
+            a, b = (Factor(graph.iota(v.size, np.int32), (v,)) for v in merged)
+            return [whole.substitute(solved), whole.replace(guards=(*whole.guards, graph.compare(prims.ne_p, a, b)))]
+    return [piece]
+
+
+def _merged(piece: Piece, solved: dict[Var, Any]) -> tuple[Var, Var] | None:
+    """The two variables of a piece that unification made one, if it did nothing else to it."""
+    images: dict[Any, list[Var]] = {}
+    for v in piece.variables:
+        images.setdefault(solved.get(v, v), []).append(v)
+    joined = [vs for vs in images.values() if len(vs) > 1]
+    if not all(isinstance(t, Var) for t in images) or [len(vs) for vs in joined] != [2]:
+        return None
+    return joined[0][0], joined[0][1]
+
+
+def _background(graph: Graph, value: Value, shape: Sequence[int]) -> Value:
+    if value.is_plain:
+        return value
+    return value.background if value.background is not None else of_literal(graph, 0, shape, value.dtype)
+
+
+def _joint(
+    context: Context,
+    prim: Any,
+    params: dict[str, Any],
+    values: list[Value],
+    backgrounds: list[Value],
+    structured: list[int],
+    start: tuple[int, int],
+    done: set[tuple[int, int]],
+    dtype: Any,
+) -> Piece:
+    """The result on the cells of one operand's piece, joined with the other operands' pieces on the same cells."""
+    graph = context.graph
+    chosen = {start[0]: values[start[0]].pieces[start[1]]}
+    done.add(start)
+    for j in structured:
+        if j in chosen:
+            continue
+        for k, candidate in enumerate(values[j].pieces):
+            same = at_places_of(graph, chosen[start[0]], candidate)
+            if same is not None:
+                chosen[j] = same
+                done.add((j, k))
+                break
+            order = sorted(chosen)
+            others = [chosen[i] for i in order]
+            renamed = candidate.renamed()
+            groups = [[(0, a), (len(others), a)] for a in range(len(renamed.axes))]
+            try:
+                solved, rest = align(graph, [*others, renamed], groups)
+            except Contradiction:
+                continue
+            moved = renamed.substitute(solved)
+            anchor = others[0].substitute(solved)
+            if is_dead(moved) or any(is_dead(p.substitute(solved)) for p in others):
+                continue
+            if (
+                rest
+                or set(vars_of(anchor.axes)) != set(vars_of(moved.axes))
+                or not all(only_renames(p, solved) for p in (*others, renamed))
+            ):
+                raise NoRule(f"operands of {prim.name} that fill different cells")
+            chosen = {i: p.substitute(solved) for i, p in zip(order, others, strict=True)}
+            chosen[j] = moved
+            done.add((j, k))
+            break
+    anchor = chosen[start[0]]
+    common = tuple(g for g in anchor.guards if all(g in p.guards for p in chosen.values()))
+    factors = []
+    for j, value in enumerate(values):
+        if j not in chosen:
+            factors.append(read(graph, backgrounds[j], anchor.axes))
+            continue
+        data = materialised(graph, chosen[j].replace(guards=()), value.dtype)
+        extra = [g for g in chosen[j].guards if g not in common]
+        if extra:
+            data = graph.select(graph.logical_and(extra), data, read(graph, backgrounds[j], anchor.axes))
+        factors.append(data)
+    return Piece(anchor.axes, (graph.map(prim, params, factors, dtype),), 1, frozenset(), common)
+
+
+def _with_background(
+    context: Context,
+    prim: Any,
+    params: dict[str, Any],
+    backgrounds: list[Value],
+    pieces: list[Piece],
+    shape: Sequence[int],
+    dtype: Any,
+) -> Value:
+    graph = context.graph
+    zeros = [literal_of(b) is not None and literal_of(b) == 0 for b in backgrounds]
+    vanishes = (prim.name in ("mul", "and") and any(zeros)) or (prim.name == "select_n" and all(zeros[1:]))
+    background: Value | None = None
+    if not vanishes:
+        background = plain_map(graph, prim, params, backgrounds, shape, dtype)
+        if background.shape != tuple(shape):
+            background = spread(background, shape)
+        if literal_of(background) is not None and literal_of(background) == 0:
+            background = None
+    result = Value(tuple(shape), dtype, tuple(pieces), background)
+    return normalised(graph, result) if background is None else dataclasses.replace(result)
+
+
+def spread(value: Value, shape: Sequence[int]) -> Value:
+    """An operand over all cells: scalars and axes of length 1 are repeated."""
+    if value.shape == tuple(shape):
+        return value
+    if value.shape == () and value.is_plain:
+        return plain(shape, tuple(fresh_axis(n) for n in shape), value.factor)
+    if len(value.shape) != len(shape):
+        raise NoRule(f"operands of shapes {value.shape} and {tuple(shape)}")
+
+    def change(piece: Piece) -> Piece:
+        axes = []
+        for term, n in zip(piece.axes, shape, strict=True):
+            if term.size != n and term != UNIT:
+                raise NoRule("a data-dependent place on an axis of length 1")
+            axes.append(term if term.size == n else fresh_axis(n))
+        return piece.replace(axes=tuple(axes))
+
+    return value.map_pieces(shape, change)
