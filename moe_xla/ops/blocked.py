@@ -8,8 +8,8 @@ like this, from measurements on XLA:CPU:
   expert's matrix is sliced once for all its blocks, and `grouped_outer` sums as few products as it can.
 - `grouped_dot` uses one size of block.  The last block of a group reaches beyond it and keeps what is there, which
   needs no order between blocks.  Blocks of half a mean group cost within a few percent of the best.
-- `grouped_outer` has three sizes for the last block of a group, so that most groups are one product that fits closely.
-  A `switch` chooses; it returns the product, never the carry, which every branch would have to copy.
+- `grouped_outer` has two sizes for the last block of a group, and chooses the one that fits with a `switch`, which
+  returns the product, never the carry, which every branch would have to copy.
 - Compiling takes time in proportion to the number of kernels: no tables are sorted, no loop is there twice.  Small
   products have no loop at all: they run every expert on every row and select.
 - XLA:CPU slices and updates 16-bit floats as float32, which converts the whole array in every step; so they are carried
@@ -41,7 +41,7 @@ CONTRACT = Contract(
     temporaries="one block of rows, one matrix; for 16-bit dtypes also a copy of operands and result",
 )
 
-_MOST_BLOCK, _MOST_OUTER_BLOCK, _LEAST_BLOCK = 256, 504, 8
+_MOST_BLOCK, _MOST_OUTER_BLOCK, _LEAST_BLOCK = 256, 512, 8
 # Up to this many multiply-adds, every expert on every row costs no more than a fraction of a millisecond.
 _SMALL_WORK = 2**21
 _REDUCED_ROWS = 256
@@ -180,10 +180,10 @@ def dot_block(count: int, experts: int) -> int:
     return int(min(max(2 ** round(math.log2(half)), _LEAST_BLOCK), _MOST_BLOCK))
 
 
-def outer_blocks(count: int, experts: int) -> tuple[int, int, int]:
-    """Rows of the possible last blocks of a group in `grouped_outer`; the largest fits most groups."""
-    third = math.ceil(min(1.5 * count / experts, _MOST_OUTER_BLOCK) / 3 / _LEAST_BLOCK) * _LEAST_BLOCK
-    return third, 2 * third, 3 * third
+def outer_blocks(count: int, experts: int) -> tuple[int, int]:
+    """Rows of the possible last blocks of a group in `grouped_outer`; the larger is that of the other blocks."""
+    half = math.ceil(min(0.75 * count / experts, _MOST_OUTER_BLOCK) / 2 / _LEAST_BLOCK) * _LEAST_BLOCK
+    return half, 2 * half
 
 
 def _first_row(ends: jax.Array) -> jax.Array:

@@ -88,8 +88,12 @@ def _inverse(permutation: jax.Array) -> jax.Array:
 
 
 def _counts(key: jax.Array, experts: int) -> jax.Array:
-    hits = lax.eq(key[:, None], lax.broadcasted_iota(np.int32, (key.size, experts), 1))
-    return lax.reduce_sum(lax.convert_element_type(hits, np.int32), (0,))
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=(), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
+    )
+    none = lax.full_like(key, 0, shape=(experts + 1,))
+    counts = lax.scatter_add(none, key[:, None], lax.full_like(key, 1), numbers, mode="promise_in_bounds")
+    return lax.slice(counts, (0,), (experts,))
 
 
 def group_ends(group_sizes: jax.Array, rows: int) -> jax.Array:

@@ -80,10 +80,17 @@ class Session:
         """A layer that a rematerialised block computes again is the layer of the forward pass, in reverse order."""
         for signature in {self.signatures[s] for s in self.recomputed}:
             same = sorted(s for s, sig in self.signatures.items() if sig == signature)
-            again = [s for s in same if s in self.recomputed]
-            first = [s for s in same if s not in self.recomputed]
+            first = [s for s in same if s not in self.recomputed] or self._first_of(same)
+            again = [s for s in same if s not in first]
+            times = max(len(again) // len(first), 1) if first else 1
             for place, site in enumerate(again if first else ()):
-                self.unite(frozenset({first[-1 - place % len(first)], site}))
+                self.unite(frozenset({first[-1 - place // times % len(first)], site}))
+
+    def _first_of(self, sites: list[Path]) -> list[Path]:
+        """The forward passes of layers under two nested checkpoints, where jax marks all three passes as recomputed."""
+        first = sites[: len(sites) // 3]
+        self.recomputed -= set(first)
+        return first
 
     def bound_together(self, sites: frozenset[Path]) -> set[Path]:
         """The sites whose mode must change with that of `sites`: their layers, and any they may be recomputed as."""

@@ -28,8 +28,8 @@ def size_vectors(count, experts):
     for concentration in (0.05, 0.3, 1, 10, 100):
         for kept in (count, count, count - 1, count // 2):
             yield rng.multinomial(kept, rng.dirichlet(np.full(experts, concentration)))
-    sizes = blocked._block_sizes(count, experts).last
-    for size in {*sizes, *(s + 1 for s in sizes), *(s - 1 for s in sizes)}:  # each edge of each block, from each side
+    sizes = {blocked.dot_block(count, experts), *blocked.outer_blocks(count, experts)}
+    for size in {s + offset for s in sizes for offset in (-1, 0, 1)}:  # each edge of each block, from each side
         first = min(size, count)
         yield np.array([first, count - first, *[0] * (experts - 2)])
         yield np.array([*[0] * (experts - 2), count - first, first])
@@ -57,11 +57,14 @@ def test_every_group_is_covered_exactly(count, experts):
 @pytest.mark.parametrize("count", [1, 8, 9, 64, 65, 1000, 10**6])
 @pytest.mark.parametrize("experts", [1, 8, 300])
 def test_block_sizes(count, experts):
-    sizes = blocked._block_sizes(count, experts)
-    assert list(sizes.last) == sorted(set(sizes.last))
-    assert sizes.last[-1] <= count
-    assert all(larger <= 2 * smaller for smaller, larger in zip(sizes.last, sizes.last[1:], strict=False))
-    assert sizes.last[-1] >= min(sizes.main, count)
+    """Neither many times a mean group, whose rows it would waste, nor a small part of it, nor too large for a cache."""
+    mean = max(count / experts, 1)
+    half, whole = blocked.outer_blocks(count, experts)
+    for size in (blocked.dot_block(count, experts), whole):
+        assert 8 <= size <= 512
+        assert size <= mean + 16
+        assert size >= min(mean / 3, 256)
+    assert whole == 2 * half
 
 
 def test_new_sizes_do_not_compile_again():
@@ -82,5 +85,5 @@ def test_temporaries_are_one_block_and_one_matrix(transpose_w):
     sizes = jax.ShapeDtypeStruct((experts,), np.int32)
     dot = functools.partial(blocked.grouped_dot, transpose_w=transpose_w, out_dtype=np.float32)
     compiled = jax.jit(dot).lower(rows, w, sizes).compile()
-    largest = max(blocked._block_sizes(count, experts).last)
+    largest = blocked.dot_block(count, experts)
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * (2 * largest * (k + n) + 2 * k * n)
