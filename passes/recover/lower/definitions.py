@@ -1,0 +1,225 @@
+"""Nodes as arrays over their own axes, and arrays read at any places."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+from moe_xla import ops
+from moe_xla.passes.recover.facts import rank_of, rank_sites, tainting_sites
+from moe_xla.passes.recover.lower.arrays import arranged, matched, pad, spread, take_rows
+from moe_xla.passes.recover.lower.base import (
+    POSITION_SAFE,
+    Emitter,
+    Refusal,
+)
+from moe_xla.passes.recover.nodes import (
+    Ein,
+    Iota,
+    Leaf,
+    Lit,
+    Map,
+    Node,
+    Pad,
+    Rank,
+    Slice,
+    is_extended,
+)
+from moe_xla.passes.recover.terms import (
+    Const,
+    Factor,
+    Idx,
+    Term,
+    Var,
+    parts_of,
+    substitute_factor,
+    vars_of,
+)
+
+
+class DefinitionEmitter(Emitter):
+    """Emits nodes by their definitions."""
+
+    def node(self, node: Node) -> Any:
+        """A node's array over its own axes."""
+        if node not in self.nodes:
+            self.nodes[node] = self._emit(node)
+        return self.nodes[node]
+
+    def _emit(self, node: Node) -> Any:
+        if isinstance(node, Lit):
+            return np.asarray(node.value)
+        if isinstance(node, Leaf):
+            return self.array(node.wire)
+        if node.origin is not None and self.keeps(node.origin):
+            array = self.array(node.origin)
+            return lax.reshape(array, node.shape) if array.shape != node.shape else array
+        if isinstance(node, Iota):
+            return lax.iota(node.dtype, node.shape[0])
+        if isinstance(node, Rank):
+            return self._rank_table(node)
+        layout = self.layout(node)
+        if layout is not None:
+            return self.unsorted(node, layout)
+        if isinstance(node, Map):
+            return self._map(node)
+        if isinstance(node, Slice):
+            return lax.slice_in_dim(self.node(node.base), node.start, node.stop, axis=node.axis)
+        if isinstance(node, Pad):
+            return pad(self.node(node.base), node.axis, node.low, node.high)
+        assert isinstance(node, Ein)
+        return self.ein(node)
+
+    def _map(self, node: Map) -> Any:
+        self.check_positions(node)
+        return self.apply(node, [self.fetch(op, node.variables) for op in node.operands], node.shape)
+
+    def check_positions(self, node: Map) -> None:
+        if node.name in POSITION_SAFE:
+            return
+        sites = frozenset().union(*(tainting_sites(self.graph, op.node) for op in node.operands))
+        if any(self.recovery.session.is_dropless(s) for s in sites):
+            step = self.asker()
+            raise Refusal(sites, f"{node.name} looks at queue positions in a way that depends on the capacity", step)
+
+    def apply(self, node: Map, operands: Sequence[Any], shape: Sequence[int]) -> Any:
+        full = [spread(jnp.asarray(x), shape) for x in operands]
+        return node.prim.bind(*full, **node.params)
+
+    def _rank_table(self, node: Rank) -> Any:
+        variables = node.batch + node.order + node.many
+        index = self.fetch(node.index.factor, variables)
+        index = spread(index, [v.size for v in variables])
+        experts = lax.broadcasted_iota(index.dtype, (*index.shape, node.index.size), len(variables))
+        mask = lax.eq(experts, lax.broadcast_in_dim(index, experts.shape, range(index.ndim)))
+        for guard in node.guards:
+            held = spread(self.fetch(guard, variables), index.shape)
+            mask = lax.bitwise_and(mask, lax.broadcast_in_dim(held, experts.shape, range(index.ndim)))
+        batch = len(node.batch)
+        counts = mask.astype(node.dtype)
+        if node.many:
+            counts = lax.reduce_sum(counts, range(batch + len(node.order), len(variables)))
+        flat = counts.reshape(*(v.size for v in node.batch), -1, node.index.size)
+        return lax.cumsum(flat, axis=batch).reshape(node.shape)
+
+    def _own_rank(self, factor: Factor) -> tuple[Any, tuple[Var, ...]] | None:
+        """Positions in the own queue, from the plan instead of a table over experts; over the rank's variables."""
+        node = factor.node
+        if not isinstance(node, Rank):
+            return None
+        fact = rank_of(self.graph, factor)
+        if fact is None or not fact.is_own(self.graph) or not isinstance(factor.args[-1], Idx):
+            return None
+        variables = node.batch + node.order + node.many
+        target = [fact.own_index.args[node.index.args.index(v)] if v in node.index.args else None for v in node.many]  # type: ignore[union-attr]
+        args = (*factor.args[:-1], *target)
+        if not all(isinstance(a, Var) for a in args) or len(set(args)) != len(args):
+            return None
+        key = ("own", node)
+        if key not in self.rows:
+            self.rows[key] = self._queue_positions(node, variables)
+        return self.rows[key], tuple(args)  # type: ignore[arg-type]
+
+    def _queue_positions(self, node: Rank, variables: tuple[Var, ...]) -> Any:
+        sizes = [v.size for v in variables]
+        index = lax.convert_element_type(spread(self.fetch(node.index.factor, variables), sizes), np.int32)
+        experts = node.index.size
+        valid = lax.bitwise_and(lax.ge(index, np.int32(0)), lax.lt(index, np.int32(experts)))
+        for guard in node.guards:
+            valid = lax.bitwise_and(valid, spread(self.fetch(guard, variables), sizes))
+        queues = math.prod(v.size for v in node.batch)
+        if queues > 1:
+            offset = lax.iota(np.int32, queues).reshape(
+                [v.size for v in node.batch] + [1] * (len(sizes) - len(node.batch))
+            )
+            index = lax.add(index, spread(offset * np.int32(experts), sizes))
+        index = lax.select(valid, index, lax.full_like(index, queues * experts))
+        positions = ops.rank(ops.plan(index, queues * experts)) + 1
+        return lax.convert_element_type(positions.reshape(sizes), node.dtype)
+
+    def fetch(self, factor: Factor, variables: Sequence[Var]) -> Any:
+        """A factor as an array whose axes are `variables` (length 1 where the factor does not depend on one)."""
+        if isinstance(factor.node, Lit):
+            return np.asarray(factor.node.value).reshape([1] * len(variables))
+        own = self._own_rank(factor)
+        if own is not None:
+            return arranged(own[0], own[1], variables)
+        pushed = self._pushed(factor)
+        if pushed is not None:
+            return self.fetch(pushed, variables)
+        data = self.node(factor.node)
+        return self._read(data, list(factor.args), variables)
+
+    def _pushed(self, factor: Factor) -> Factor | None:
+        """A map read at data-dependent places, as the map of its operands read there (ranks are then own ranks)."""
+        node = factor.node
+        if not isinstance(node, Map) or not any(isinstance(p, Idx) for a in factor.args for p in parts_of(a)):
+            return None
+        if node.origin is not None and self.keeps(node.origin) and not rank_sites(self.graph, node):
+            return None
+        mapping = node.bind(factor.args)
+        operands = [substitute_factor(op, mapping) for op in node.operands]
+        pushed = self.graph.map(node.prim, node.params, operands, node.dtype)
+        return pushed if pushed != factor else None
+
+    def _read(self, data: Any, args: list[Term], variables: Sequence[Var]) -> Any:
+        shape: list[int] = []
+        terms: list[Term] = []
+        for arg in args:
+            parts = parts_of(arg)
+            shape += [p.size for p in parts]
+            terms += parts
+        data = jnp.asarray(data) if not is_extended(data.dtype) else data
+        data = lax.reshape(data, shape) if tuple(shape) != data.shape else data
+        for axis in reversed([i for i, t in enumerate(terms) if isinstance(t, Const)]):
+            place = terms.pop(axis)
+            assert isinstance(place, Const)
+            data = lax.index_in_dim(data, place.value, axis, keepdims=False)
+        if all(isinstance(t, Var) for t in terms) and len(set(terms)) == len(terms):
+            return arranged(data, tuple(terms), variables)  # type: ignore[arg-type]
+        return self._gathered(data, terms, variables)
+
+    def _gathered(self, data: Any, terms: list[Term], variables: Sequence[Var]) -> Any:
+        points = vars_of([t for t in terms if isinstance(t, Idx)] + [t for t in terms if terms.count(t) > 1])
+        leading = [i for i, t in enumerate(terms) if isinstance(t, Idx) or t in points]
+        rest = [i for i in range(len(terms)) if i not in leading]
+        sizes = [data.shape[i] for i in leading]
+        table = lax.transpose(data, [*leading, *rest])
+        table = lax.reshape(table, (math.prod(sizes), *table.shape[len(leading) :]))
+        index: Any = None
+        for i, size in zip(leading, sizes, strict=True):
+            term = terms[i]
+            if isinstance(term, Idx):
+                self._refuse_slot_reads(term)
+                place = self.fetch(term.factor, points)
+                place = lax.clamp(np.int32(0), lax.convert_element_type(place, np.int32), np.int32(size - 1))
+            else:
+                place = arranged(lax.iota(np.int32, size), (term,), points)  # type: ignore[arg-type]
+            index = place if index is None else lax.add(*matched(lax.mul(index, np.int32(size)), place))
+        index = spread(index, [v.size for v in points])
+        rows = take_rows(table, index)
+        return arranged(rows, (*points, *(terms[i] for i in rest)), variables)  # type: ignore[arg-type]
+
+    def _refuse_slot_reads(self, place: Idx) -> None:
+        sites = rank_sites(self.graph, place.node)
+        if sites:
+            raise Refusal(sites, "reads an array that is laid out over the slots", self.asker())
+
+    def weights(self, factors: Sequence[Factor], order: Sequence[Any], shape: Sequence[int]) -> Any:
+        total: Any = None
+        for factor in factors:
+            data = jnp.asarray(self.fetch(factor, order))
+            total = data if total is None else lax.mul(*matched(total, data))
+        return None if total is None else lax.reshape(spread(total, [v.size for v in order]), shape)
+
+    def conditions(self, guards: Sequence[Factor], order: Sequence[Any], shape: Sequence[int]) -> Any:
+        total: Any = None
+        for guard in guards:
+            data = jnp.asarray(self.fetch(guard, order))
+            total = data if total is None else lax.bitwise_and(*matched(total, data))
+        return None if total is None else lax.reshape(spread(total, [v.size for v in order]), shape)

@@ -1,0 +1,317 @@
+"""Programs: which arrays are needed, which equations can run as written, and the bodies of scans and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core.primitives as prims
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+from moe_xla.passes._jax import bind_checkpoint, bind_equation
+from moe_xla.passes.recover.facts import direct_operands
+from moe_xla.passes.recover.interpret import Recovery
+from moe_xla.passes.recover.lower.base import (
+    POSITION_SAFE,
+    Refusal,
+)
+from moe_xla.passes.recover.lower.sums import SumEmitter
+from moe_xla.passes.recover.nodes import (
+    Leaf,
+    Node,
+    is_boolean,
+    is_extended,
+)
+from moe_xla.passes.recover.program import Step, Wire
+from moe_xla.passes.recover.scopes import Export, Feed, Scope
+from moe_xla.passes.recover.terms import (
+    Factor,
+    Idx,
+    Var,
+    parts_of,
+)
+from moe_xla.passes.recover.values import NoRule, Value, cast, has_slots, of_node, plain_map, scattered
+
+
+class Lowering(SumEmitter):
+    """One emission of a recovered program."""
+
+    def __init__(self, recovery: Recovery, arrays: dict[Wire, Any], backend: str, within: Scope | None = None):
+        super().__init__(recovery, arrays, backend, within)
+        for step in recovery.steps:
+            for wire in step.outputs:
+                self.keeps(wire)
+
+    def results(self, outputs: Sequence[Wire | Node]) -> list[Any]:
+        """The arrays of the program's outputs; equations with effects run too."""
+        effects = [w for step in self.recovery.effects for w in (step.inputs or step.outputs)]
+        needed = self.needed([*outputs, *effects])
+        for step in self.recovery.steps:
+            for wire in step.outputs:
+                if wire in needed and not wire.slots:
+                    self._try(wire)
+        results = [self.array(w) if isinstance(w, Wire) else self.node(w) for w in outputs]
+        self._run_effects()
+        return results
+
+    def _try(self, wire: Wire) -> None:
+        """Computes an array in program order, so that nothing is nested deeply; a refusal is for who truly needs it."""
+        depth = len(self.stack)
+        try:
+            self.array(wire)
+        except Refusal:
+            del self.stack[depth:]
+
+    def needed(self, outputs: Sequence[Wire | Node]) -> set[Wire]:
+        """The arrays that the outputs may need."""
+        needed: set[Wire] = set()
+        seen: set[Node] = set()
+        pending: list[Wire | Node] = list(outputs)
+        while pending:
+            item = pending.pop()
+            if isinstance(item, Node):
+                if item in seen:
+                    continue
+                seen.add(item)
+                if isinstance(item, Leaf):
+                    pending.append(item.wire)
+                else:
+                    pending += nodes_read(direct_operands(item))
+                    pending += [item.origin] if item.origin is not None and self.keeps(item.origin) else []
+            elif item not in needed:
+                needed.add(item)
+                pending += self._reads(item)
+        return needed
+
+    def _reads(self, wire: Wire) -> list[Wire | Node]:
+        if wire in self.arrays:
+            return []
+        if isinstance(wire.step, Scope) and _is_own(wire):
+            return self._require(wire.step, wire)
+        if wire.step is not None and (_is_own(wire) or self.keeps(wire)):
+            return list(wire.step.inputs)
+        return _nodes_of(_meaning(wire))
+
+    def keeps(self, wire: Wire) -> bool:
+        """Whether the equation that computes a wire can run as written."""
+        known = self.kept.get(wire)
+        if known is None:
+            known = not wire.slots and self._can_run(wire)
+            self.kept[wire] = known
+        return known
+
+    def _can_run(self, wire: Wire) -> bool:
+        step = wire.step
+        if wire in self.arrays:
+            return True
+        if step is None:
+            return not wire.changed
+        if isinstance(step, Scope):
+            return _is_own(wire)
+        if not step.inputs:
+            return not wire.changed
+        return not wire.changed and self._is_safe(step) and all(self.keeps(w) for w in step.inputs)
+
+    def _is_safe(self, step: Step) -> bool:
+        """Whether a step may see the positions that flow into it (in dropless, none that asks for the capacity)."""
+        sites = frozenset().union(*(w.tainted for w in step.inputs))
+        return step.name in POSITION_SAFE or not any(self.recovery.session.is_dropless(s) for s in sites)
+
+    def array(self, wire: Wire) -> Any:
+        """The array of a wire in the rewritten program."""
+        if wire in self.arrays:
+            return self.arrays[wire]
+        step = wire.step
+        if step is None:
+            assert not _is_own(wire)
+            self.arrays[wire] = self._of_value(wire, _meaning(wire))
+            return self.arrays[wire]
+        if isinstance(step, Scope) and _is_own(wire):
+            self._run_scope(step)
+            return self.arrays[wire]
+        if not step.inputs and not step.outputs:
+            result = self._constant(step)
+        elif self.keeps(wire):
+            return self._run(wire, step)
+        elif _is_own(wire):
+            if not self._is_safe(step):
+                self._refuse_position(step)
+            return self._run(wire, step)
+        else:
+            result = self._of_value(wire, _meaning(wire))
+        self.arrays[wire] = result
+        return result
+
+    def _require(self, scope: Scope, wire: Wire) -> list[Wire | Node]:
+        """Notes that an output of a body is needed; the arrays outside that the body then reads."""
+        for export in scope.exports:
+            if export.outer is wire:
+                scope.required[export] = None
+        inner = Lowering(scope.recovery, _placeholders(scope), self.backend, scope)
+        wanted = inner.needed([*(last for _, _, last in scope.carries), *(e.source for e in scope.required)])
+        feeds = self._fed[scope] = [f for f in scope.feeds if f.inner in wanted]
+        return [*(initial for initial, _, _ in scope.carries), *(f.source for f in feeds)]
+
+    def _run_scope(self, scope: Scope) -> None:
+        self.stack.append(scope)
+        feeds = self._fed[scope]
+        arrays = [self.array(f.source) if isinstance(f.source, Wire) else self.node(f.source) for f in feeds]
+        exports = list(scope.required)
+        if scope.is_scan:
+            carried, stacked = self._scan(scope, feeds, arrays, exports)
+            self.arrays.update(zip(scope.carried, carried, strict=True))
+        else:
+            stacked = self._checkpoint(scope, feeds, arrays, exports)
+        for export, array in zip(exports, stacked, strict=True):
+            self.arrays[export.outer] = array
+        self.stack.pop()
+
+    def _body(self, scope: Scope, given: dict[Wire, Any], outputs: Sequence[Wire | Node], times: int) -> list[Any]:
+        inner = Lowering(scope.recovery, given, self.backend, scope)
+        inner.needed(outputs)
+        results = inner.results(outputs)
+        self.flops += [(node, times * flops) for node, flops in inner.flops]
+        self.tokens += inner.tokens
+        self.backends += inner.backends
+        return [jnp.asarray(r) if not hasattr(r, "dtype") or isinstance(r, np.ndarray) else r for r in results]
+
+    def _scan(
+        self, scope: Scope, feeds: Sequence[Feed], arrays: Sequence[Any], exports: Sequence[Export]
+    ) -> tuple[list[Any], list[Any]]:
+        params = scope.eqn.params
+        whole = {f.inner: a for f, a in zip(feeds, arrays, strict=True) if f.axis is None}
+        sliced = [(f.inner, _first(a, f.axis)) for f, a in zip(feeds, arrays, strict=True) if f.axis is not None]
+        outputs = [*(last for _, _, last in scope.carries), *(e.source for e in exports)]
+        count = len(scope.carries)
+
+        def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            given = {**whole, **dict(zip((w for w, _ in sliced), slices, strict=True))}
+            given.update(zip((start for _, start, _ in scope.carries), carry, strict=True))
+            results = self._body(scope, given, outputs, params["length"])
+            return [_strong(r, w) for r, (_, w, _) in zip(results, scope.carries, strict=False)], results[count:]
+
+        initial = [_strong(self.array(first), first) for first, _, _ in scope.carries]
+        carried, stacked = lax.scan(
+            body,
+            initial,
+            [a for _, a in sliced],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return carried, stacked
+
+    def _checkpoint(
+        self, scope: Scope, feeds: Sequence[Feed], arrays: Sequence[Any], exports: Sequence[Export]
+    ) -> list[Any]:
+        def body(*given: Any) -> list[Any]:
+            inner = dict(zip((f.inner for f in feeds), given, strict=True))
+            return self._body(scope, inner, [e.source for e in exports], 1)
+
+        return bind_checkpoint(scope.eqn, body, arrays)
+
+    def _run_effects(self) -> None:
+        """Runs the equations that have effects, in the program's order, unless an output has run them already."""
+        for step in self.recovery.effects:
+            if isinstance(step, Scope):
+                self._run_scope(step)
+            elif step.outputs:
+                self.array(step.outputs[0])
+            else:
+                bind_equation(step.eqn, [self.array(w) for w in step.inputs])
+
+    def _constant(self, step: Step) -> Any:
+        atom = step.eqn
+        if hasattr(atom, "val"):
+            return np.asarray(atom.val, atom.aval.dtype) if not is_extended(atom.aval.dtype) else atom.val
+        return atom
+
+    def _run(self, wire: Wire, step: Step) -> Any:
+        """Runs a step's equation on the arrays of its inputs."""
+        self.stack.append(step)
+        inputs = [self.array(w) for w in step.inputs]
+        self.stack.pop()
+        for output, result in zip(step.outputs, bind_equation(step.eqn, inputs), strict=True):
+            # An array that has another meaning in the rewritten program comes from its value, not from this equation.
+            self.arrays.setdefault(output, result)
+        return self.arrays[wire]
+
+    def _of_value(self, wire: Wire, value: Value) -> Any:
+        if has_slots(self.graph, value):
+            asker = self.asker()
+            if asker is None:
+                raise Refusal(wire.slots, "an array over the slot axis is a result of the step", wire.step)
+            why = asker.refusal or "needs the array over the slot axis"
+            raise Refusal(wire.slots, why, asker)
+        if wire.step is not None:
+            self.stack.append(wire.step)
+        depth = len(self.stack)
+        if not value.is_plain:
+            value = self._boolean(value) if is_boolean(value.dtype) else scattered(self.graph, value)
+        piece = value.pieces[0]
+        axes = [a for a in piece.axes if a.size != 1]
+        variables = [v for a in axes for v in parts_of(a)]
+        assert all(isinstance(v, Var) for v in variables) and len(set(variables)) == len(variables), variables
+        data = self.fetch(value.factor, variables)  # type: ignore[arg-type]
+        full = (
+            lax.broadcast_in_dim(data, [v.size for v in variables], range(len(variables)))
+            if data.shape != tuple(v.size for v in variables)
+            else data
+        )
+        del self.stack[depth - (wire.step is not None) :]
+        return lax.reshape(full, wire.shape) if full.shape != wire.shape else full
+
+    def _boolean(self, value: Value) -> Value:
+        if value.background is not None:
+            raise NoRule("a truth value with a background as an array")
+        counts = scattered(self.graph, cast(self.graph, value, np.dtype(np.int32)))
+        zero = of_node(self.graph.lit(0, np.int32).node)
+        return plain_map(self.graph, prims.ne_p, {}, [counts, zero], value.shape, np.dtype(bool))
+
+    def _refuse_position(self, step: Step) -> None:
+        sites = frozenset().union(*(w.tainted for w in step.inputs))
+        raise Refusal(sites, f"{step.name} looks at queue positions in a way that depends on the capacity", step)
+
+
+def _meaning(wire: Wire) -> Value:
+    """The value that defines a wire's array."""
+    value = wire.definition if wire.definition is not None else wire.value
+    assert value is not None
+    return value
+
+
+def _is_own(wire: Wire) -> bool:
+    """Whether nothing is known of a wire but its own array."""
+    value = _meaning(wire)
+    return value.is_plain and isinstance(value.factor.node, Leaf) and value.factor.node.wire is wire
+
+
+def _placeholders(scope: Scope) -> dict[Wire, Any]:
+    return dict.fromkeys([*(f.inner for f in scope.feeds), *(start for _, start, _ in scope.carries)])
+
+
+def _first(data: Any, axis: int | None) -> Any:
+    """`axis` in front."""
+    return data if not axis else jnp.moveaxis(data, axis, 0)
+
+
+def _strong(data: Any, wire: Wire) -> Any:
+    """An array of exactly a wire's type: what a scan carries must not change between weak and strong types."""
+    return data if is_extended(wire.dtype) else lax.convert_element_type(data, np.dtype(wire.dtype))
+
+
+def _nodes_of(value: Value) -> list[Wire | Node]:
+    """The nodes that a value reads."""
+    nodes: list[Wire | Node] = [] if value.background is None else _nodes_of(value.background)
+    for piece in value.pieces:
+        pairs = [t for pair in piece.equalities for t in pair]
+        nodes += nodes_read([*piece.factors, *piece.guards])
+        nodes += [p.node for t in (*piece.axes, *pairs) for p in parts_of(t) if isinstance(p, Idx)]
+    return nodes
+
+
+def nodes_read(factors: Sequence[Factor]) -> list[Wire | Node]:
+    indices = [p.node for f in factors for a in f.args for p in parts_of(a) if isinstance(p, Idx)]
+    return [*(f.node for f in factors), *indices]
