@@ -534,7 +534,10 @@ def sampled(graph: Graph, factor: Factor) -> Factor:
 
 
 def masks_to_guards(graph: Graph, piece: Piece) -> Piece | None:
-    """Masks among the factors as guards, literals as the coefficient; None where a guard is false."""
+    """Masks among the factors as guards, literals as the coefficient; None where a guard is false.
+
+    A mask over more than the assignments (where a hidden unit is positive) is data of the rows and stays a factor.
+    """
     piece = piece.replace(
         factors=tuple(sampled(graph, f) for f in piece.factors), guards=tuple(sampled(graph, g) for g in piece.guards)
     )
@@ -552,6 +555,10 @@ def masks_to_guards(graph: Graph, piece: Piece) -> Piece | None:
         if guard is None:
             factors.append(factor)
             continue
+        if piece.points and not set(factor_vars([guard])) <= piece.points:
+            factors.append(factor)
+            guards.update({c: None for c in conjuncts(guard) if set(factor_vars([c])) <= piece.points})
+            continue
         guards[guard] = None
         if rest is not None:
             pending.insert(0, rest)
@@ -561,7 +568,20 @@ def masks_to_guards(graph: Graph, piece: Piece) -> Piece | None:
     kept = tuple(dict.fromkeys(g for g in split if literal(g) is None))
     if any(graph.logical_not(g) in kept for g in kept):
         return None
-    return piece.replace(factors=tuple(factors), guards=kept, coef=coef)
+    return _data_masks_as_factors(graph, piece.replace(factors=tuple(factors), guards=kept, coef=coef))
+
+
+def _data_masks_as_factors(graph: Graph, piece: Piece) -> Piece:
+    """Guards over more than the assignments as masks of the data that they belong to."""
+    factors, guards = list(piece.factors), []
+    for guard in piece.guards:
+        used = set(factor_vars([guard]))
+        host = next((i for i, f in enumerate(factors) if used <= set(factor_vars([f]))), None)
+        if not piece.points or used <= piece.points or host is None or is_boolean(factors[host].node.dtype):
+            guards.append(guard)
+        else:
+            factors[host] = graph.select(guard, factors[host], graph.lit(0, factors[host].node.dtype))
+    return piece.replace(factors=tuple(factors), guards=tuple(guards))
 
 
 def conjuncts(guard: Factor) -> list[Factor]:

@@ -15,7 +15,7 @@ import numpy as np
 import moe_xla
 import moe_xla.passes.site
 
-from .form import Form
+from .form import HIDDEN, MODEL, Form
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:
@@ -117,10 +117,11 @@ def shapes(jaxpr) -> Iterator[tuple[tuple[int, ...], str]]:
 
 
 def slot_arrays(form: Form, jaxpr, capacity: int) -> list[str]:
-    """Masks over slots and padded buffers in `jaxpr`, which a rewritten program must not hold.
+    """Arrays in `jaxpr` that a rewritten program must not hold.
 
-    The sizes of the forms are distinct, so a shape gives its axes away: `capacity` (or one more) next to experts or
-    tokens, or experts and slots merged into one axis.
+    These are masks over slots, padded buffers, and a matrix of an expert for every assignment.  The sizes of the forms
+    are distinct, so a shape gives its axes away: `capacity` (or one more) next to experts or tokens, or experts and
+    slots merged into one axis, or both sizes of a matrix next to tokens.
     """
     group_tokens = form.tokens // form.groups
     rows = {group_tokens, form.tokens, group_tokens * form.choices, form.tokens * form.choices}
@@ -131,6 +132,8 @@ def slot_arrays(form: Form, jaxpr, capacity: int) -> list[str]:
     found = []
     for shape, primitive in shapes(jaxpr):
         sizes = set(shape)
-        if (sizes & slots and sizes & (rows | {form.experts})) or (sizes & merged and len(shape) > 1):
+        padded = (sizes & slots and sizes & (rows | {form.experts})) or (sizes & merged and len(shape) > 1)
+        wide = {MODEL, HIDDEN} <= sizes and sizes & rows  # a matrix of an expert for every assignment
+        if padded or wide:
             found.append(f"{primitive}{list(shape)}")
     return found

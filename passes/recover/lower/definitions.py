@@ -188,6 +188,7 @@ class DefinitionEmitter(Emitter):
         points = vars_of([t for t in terms if isinstance(t, Idx)] + [t for t in terms if terms.count(t) > 1])
         leading = [i for i, t in enumerate(terms) if isinstance(t, Idx) or t in points]
         rest = [i for i in range(len(terms)) if i not in leading]
+        self.refuse_wide_rows([t for t in terms if isinstance(t, Idx)], [data.shape[i] for i in rest])
         sizes = [data.shape[i] for i in leading]
         table = lax.transpose(data, [*leading, *rest])
         table = lax.reshape(table, (math.prod(sizes), *table.shape[len(leading) :]))
@@ -204,6 +205,16 @@ class DefinitionEmitter(Emitter):
         index = spread(index, [v.size for v in points])
         rows = take_rows(table, index)
         return arranged(rows, (*points, *(terms[i] for i in rest)), variables)  # type: ignore[arg-type]
+
+    def refuse_wide_rows(self, indices: Sequence[Idx], axes: Sequence[Var | int]) -> None:
+        """Refuses an array with a matrix for every assignment: that is more than the padded buffers ever were."""
+        sizes = [a.size if isinstance(a, Var) else a for a in axes]
+        sites = {self.recovery.session.indices.get(i.node) for i in indices} - {None}
+        assignments = math.prod(v.size for v in vars_of(indices))
+        experts = math.prod(i.size for i in indices)
+        if sites and sum(n > 1 for n in sizes) > 1 and assignments > 4 * experts:
+            reason = "needs a matrix of an expert for every assignment"
+            raise Refusal(frozenset(s for s in sites if s is not None), reason, self.asker())
 
     def _refuse_slot_reads(self, place: Idx) -> None:
         sites = rank_sites(self.graph, place.node)

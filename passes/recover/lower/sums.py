@@ -35,6 +35,7 @@ from moe_xla.passes.recover.terms import (
     Term,
     Var,
     factor_vars,
+    flatten,
     parts_of,
     term_vars,
     vars_of,
@@ -214,23 +215,24 @@ class SumEmitter(RowEmitter):
 
     def _group_reduced(self, node: Ein, out: tuple[Term, ...], indices: list[Idx]) -> Any:
         """Sums over the assignments of each expert: weight gradients (outer products) and bias gradients."""
-        if len(indices) != 1 or node.equalities or not is_floating(node.dtype) or not node.factors:
+        index = _one_index(indices)
+        if index is None or node.equalities or not is_floating(node.dtype) or not node.factors:
             return None
-        points = term_vars(indices[0])
+        points = term_vars(index)
         dense = [t for t in out if isinstance(t, Var)]
-        if set(points) & set(dense) or len(dense) + 1 != len(out):
+        if set(points) & set(dense) or len(dense) + len(indices) != len(out):
             return None
         if set(factor_vars(node.factors)) - set(points) - set(dense) or set(factor_vars(node.guards)) - set(points):
             return None
         if set(node.binders) != set(points):
             return None
-        routing = self._reduced_routing(node, indices[0])
+        routing = self._reduced_routing(node, index)
         left, right = _sides(node.factors, dense)
         if left is None:
             product = self.product_rows(node.factors, routing, points, dense, node.guards)
             flat = lax.reshape(product, (product.shape[0], math.prod(v.size for v in dense)))
             total = ops.group_sum(flat.astype(node.dtype), self.plan(routing).group_sizes)
-            order = [indices[0], *dense]
+            order = [*indices, *dense]
         else:
             a_vars = [v for v in dense if v in factor_vars(left)]
             b_vars = [v for v in dense if v not in a_vars]
@@ -247,7 +249,7 @@ class SumEmitter(RowEmitter):
                 backend=self.backend,
                 preferred_element_type=node.dtype,
             )
-            order = [indices[0], *a_vars, *b_vars]
+            order = [*indices, *a_vars, *b_vars]
         total = lax.reshape(total, [t.size for t in order])  # type: ignore[attr-defined]
         if node.coef != 1:
             total = total * np.asarray(node.coef, total.dtype)
@@ -286,6 +288,7 @@ class SumEmitter(RowEmitter):
     def _scattered(self, node: Ein, out: tuple[Term, ...], indices: list[Idx]) -> Any:
         points = vars_of(indices)
         dense = tuple(t for t in out if isinstance(t, Var) and t not in points)
+        self.refuse_wide_rows(indices, dense)
         guards = [*node.guards, *self._equal_guards(node)]
         rows = self.einsum(node.factors, guards, (*points, *dense), node.coef, node.dtype)
         leading = [t for t in out if isinstance(t, Idx) or t in points]
@@ -306,6 +309,12 @@ class SumEmitter(RowEmitter):
             filled = empty.at[tuple(places)].add(rows, mode="drop")
         order = [*leading, *dense]
         return lax.transpose(filled, [order.index(t) for t in out])  # type: ignore[arg-type]
+
+
+def _one_index(indices: list[Idx]) -> Idx | None:
+    """The index whose parts stand on the axes, in their order: one, or a quotient and a remainder of one."""
+    whole = flatten(indices)
+    return whole if isinstance(whole, Idx) else None
 
 
 def _sides(factors: Sequence[Factor], dense: Sequence[Var]) -> tuple[list[Factor] | None, list[Factor]]:
