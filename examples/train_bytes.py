@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -87,6 +88,7 @@ def main(argv: Sequence[str]) -> None:
     """Compares the runs that the flags describe."""
     if len(argv) > 1:
         raise app.UsageError(f"flags only, got {argv[1]!r}")
+    logging.getLogger("jax").setLevel(logging.WARNING)  # else it tells of each kind of device that is not here
     config = naive_moe.Config(**{name: flag.value for name, flag in _CONFIG.items()})
     text = stdlib_text.read_text()
     sequences = _TOKENS.value // config.sequence

@@ -39,6 +39,14 @@ def bind_equation(eqn: Any, inputs: Any) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many inputs of a scan are constants of its body, and how many are carried."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # from jax 0.12 on
+    return len(consts), len(carry)
+
+
 def bind_checkpoint(eqn: Any, body: Any, arrays: Any) -> list[Any]:
     """Runs `body` as the body of a checkpoint equation: with its policy, and rematerialised as it is."""
     avals = [jax.typeof(a) for a in arrays]

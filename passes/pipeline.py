@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.extend as jex
+from absl import logging
 
 from moe_xla.passes.recover.facts import distinct_of
 from moe_xla.passes.recover.interpret import Recovery, describe
@@ -121,7 +122,10 @@ def _attempt(
     try:
         outputs = recovery.walk(closed.jaxpr, consts, inputs)
     except Exception as error:  # a fault of ours must never reach the user's step: it runs as written
-        return Refusal(frozenset(), _internal("lift", error), None) if session.sources else None
+        if not session.sources:
+            logging.warning("moe_xla: %s; the step runs as written", _internal("lift", error))
+            return None
+        return Refusal(frozenset(), _internal("lift", error), None)
     session.unite_recomputed()
     for layer in _layers(session):
         layers.setdefault(layer.key[0], layer)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import platform
 from collections.abc import Sequence
@@ -89,6 +90,7 @@ def main(argv: Sequence[str]) -> None:
     """Runs the benchmark that the flags ask for; `argv` holds the name of the program only."""
     if len(argv) > 1:
         raise app.UsageError(f"bench takes flags only, got {argv[1]!r}")
+    logging.getLogger("jax").setLevel(logging.WARNING)  # else it tells of each kind of device that is not here
     results = []
     for problem in problems():
         if _OVERHEAD.value:

@@ -15,7 +15,7 @@ import jax.extend as jex
 import jax.extend.core.primitives as prims
 import numpy as np
 
-from moe_xla.passes._jax import source_of
+from moe_xla.passes._jax import scan_counts, source_of
 from moe_xla.passes.recover import prefix
 from moe_xla.passes.recover.facts import bound_of, is_nonnegative, lower_bound, rank_of, rank_sites, tainting_sites
 from moe_xla.passes.recover.nodes import (
@@ -211,13 +211,12 @@ class Recovery:
         return outputs
 
     def _scan(self, scope: Scope, inputs: Sequence[Wire]) -> list[Wire]:
-        params = scope.eqn.params
-        consts, carries = params["num_consts"], params["num_carry"]
+        consts, carries = scan_counts(scope.eqn)
         entrance, inner = Entrance(scope, self.graph), scope.recovery
         starts = [inner.input(w.shape, w.dtype) for w in inputs[consts : consts + carries]]
         given = [entrance.whole(w) for w in inputs[:consts]] + starts
         given += [entrance.slice(w) for w in inputs[consts + carries :]]
-        body = params["jaxpr"]
+        body = scope.eqn.params["jaxpr"]
         results = inner.walk(body.jaxpr, [inner.constant(c) for c in body.consts], given)
         scope.carries = list(zip(inputs[consts : consts + carries], starts, results[:carries], strict=True))
         scope.carried = [self._outer(scope, v) for v in scope.eqn.outvars[:carries]]
