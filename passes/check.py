@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.extend as jex
 import numpy as np
+from jax import numpy as jnp
 
 from moe_xla.passes._jax import bind_equation, source_of
 from moe_xla.passes.recover.interpret import Recovery, is_boring
@@ -32,7 +33,8 @@ def compare_every_equation(
       closed: the traced program.
       inputs: its flat inputs, concrete arrays.
       options: the pass options; the check itself is always that of the exact semantics.
-      rtol: allowed difference, relative to the largest magnitude of the array.
+      rtol: allowed difference, relative to the largest finite magnitude of the array; four times the rounding of the
+        program's shortest dtype is allowed in any case.
 
     Returns:
       One line per differing equation, in program order; empty where all agree.
@@ -52,12 +54,19 @@ def compare_every_equation(
         return arrays[wire]
 
     reference = Reference(array)
+    rtol = max(rtol, 4 * _coarsest_rounding(recovery.steps))
     found = []
     for step in recovery.steps:
         assert isinstance(step, Step)
         arrays.update(zip(step.outputs, bind_equation(step.eqn, [array(w) for w in step.inputs]), strict=True))
         found += [line for w in step.outputs if (line := _difference(reference, step, w, arrays[w], rtol)) is not None]
     return tuple(found)
+
+
+def _coarsest_rounding(steps: Sequence[Any]) -> float:
+    """The largest rounding step, relative to one, of the dtypes in a program."""
+    dtypes = {w.dtype for step in steps for w in step.outputs if not is_extended(w.dtype)}
+    return max((float(jnp.finfo(d).eps) for d in dtypes if is_floating(d)), default=0.0)
 
 
 def _difference(reference: Reference, step: Step, wire: Wire, expected: Any, rtol: float) -> str | None:
@@ -76,8 +85,11 @@ def _compare(reference: Reference, step: Step, value: Value, expected: Any, rtol
     except TooLarge:
         return None
     want = np.asarray(expected).astype(np.float64)
-    error = float(np.max(np.abs(got - want), initial=0.0))
-    scale = float(np.max(np.abs(want), initial=0.0))
+    with np.errstate(invalid="ignore"):
+        same = (got == want) | (np.isnan(got) & np.isnan(want))
+        difference = np.where(same, 0.0, np.abs(got - want))
+    error = float(np.max(difference, initial=0.0))
+    scale = float(np.max(np.abs(want), where=np.isfinite(want), initial=0.0))
     if error <= (rtol * scale if is_floating(value.dtype) else 0.0):
         return None
     return f"{step.name} at {source_of(step.source)}: differs by {error:.3g} (largest magnitude {scale:.3g})"

@@ -131,7 +131,15 @@ class Reference:
             return self._rank(node)
         assert isinstance(node, Ein)
         piece = Piece(node.out, node.factors, node.coef, node.equalities, node.guards)
+        if node.reducer == "max":
+            return self._maximum(node, piece)
         return self.value(Value(node.shape, node.dtype, (piece,)))
+
+    def _maximum(self, node: Ein, piece: Piece) -> np.ndarray:
+        cells, data, held = self._cells(piece, node.shape)
+        largest = np.full(node.shape, node.initial, node.dtype)
+        np.maximum.at(largest.reshape(-1), cells[held], data[held].astype(node.dtype))
+        return largest
 
     def _window(self, node: Slice | Pad) -> np.ndarray:
         base = self.node(node.base)

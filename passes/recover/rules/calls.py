@@ -24,7 +24,7 @@ from moe_xla.passes.recover.rules.table import TABLE, Context, rule
 from moe_xla.passes.recover.terms import Factor, fresh_axis
 from moe_xla.passes.recover.values import NoRule, Value, of_literal, of_node, read
 
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr"}
 
 
 class ElementwiseFunction:
