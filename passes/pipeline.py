@@ -23,6 +23,7 @@ from absl import logging
 
 from moe_xla.passes.recover.facts import distinct_of
 from moe_xla.passes.recover.interpret import Recovery, describe
+from moe_xla.passes.recover.loads import is_capacity
 from moe_xla.passes.recover.lower import Lowering, Refusal
 from moe_xla.passes.recover.nodes import Graph, Rank
 from moe_xla.passes.recover.session import Session, Threshold
@@ -131,7 +132,7 @@ def _attempt(
         layers.setdefault(layer.key[0], layer)
     if not session.slot_wires:
         return None
-    early = _unentered(session) or _inconsistent_capacity(session)
+    early = _unentered(session) or _inconsistent_capacity(session) or _capacity_in_use(session)
     return early or _emit(closed, recovery, [*consts, *inputs], outputs, backend)
 
 
@@ -178,6 +179,25 @@ def _inconsistent_capacity(session: Session) -> Refusal | None:
             return Refusal(
                 frozenset({root}), f"queue positions are compared with different bounds ({found})", least.step
             )
+    return None
+
+
+def _capacity_in_use(session: Session) -> Refusal | None:
+    """In dropless, counts of rows must not meet a number that is the capacity."""
+    bounds: dict[Any, set[float]] = {}
+    for site, thresholds in session.thresholds.items():
+        if session.is_dropless(site):
+            bounds.setdefault(session.root(site), set()).update(t.bound for t in thresholds)
+    sizes: dict[Any, set[int]] = {}
+    for graph, rank in session.ranks:
+        found = sizes.setdefault(session.root(rank.site), set())
+        found |= {v.size for v in (*rank.batch, *rank.order, *rank.many)} | {rank.index.size, _choices(graph, rank)}
+        found |= {_count(rank) // _choices(graph, rank), math.prod(v.size for v in (*rank.order, *rank.many))}
+    for use in session.literal_uses:
+        for root in {session.root(session.indices[n]) for n in use.indices if n in session.indices}:
+            if root in bounds and is_capacity(use, bounds[root], sizes.get(root, ())):
+                reason = f"{use.step.name} of counted rows and {use.number:g}, which may come from the capacity"
+                return Refusal(frozenset({root}), reason, use.step)
     return None
 
 

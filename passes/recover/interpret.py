@@ -16,7 +16,7 @@ import jax.extend.core.primitives as prims
 import numpy as np
 
 from moe_xla.passes._jax import scan_counts, source_of
-from moe_xla.passes.recover import prefix
+from moe_xla.passes.recover import loads, prefix
 from moe_xla.passes.recover.facts import bound_of, is_nonnegative, lower_bound, rank_of, rank_sites, tainting_sites
 from moe_xla.passes.recover.nodes import (
     Ein,
@@ -175,6 +175,8 @@ class Recovery:
         if name not in INLINED and any(_counts(j) for j in jex.core.jaxprs_in_params(eqn.params)):
             self.session.unentered = self.session.unentered or step
         self._transfer(step)
+        if not self._folded:
+            self.session.literal_uses += loads.follow(step)
         self.steps.append(step)
         return list(step.outputs)
 

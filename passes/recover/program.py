@@ -22,7 +22,8 @@ class Wire:
     what the algebra knows.  `changed` says that the rewritten program holds another array here than the program as
     written (dropless), so the step must not be run on the original inputs.  `slots` names the sites whose slot axis the
     array has: it must not be built.  `tainted` names the sites whose queue positions flow into it.  Two wires of the
-    same `number` hold the same array, also across scopes.
+    same `number` hold the same array, also across scopes.  `loads` are the indices whose assignments are counted in it,
+    `mean_of` the number by which it would have to be divided to be a mean.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +36,8 @@ class Wire:
     tainted: frozenset[Any] = frozenset()
     slots: frozenset[Any] = frozenset()
     number: Any = None
+    loads: frozenset[Any] = frozenset()
+    mean_of: float | None = None
 
 
 @dataclasses.dataclass(eq=False)

@@ -32,6 +32,7 @@ class Session:
     signatures: dict[Path, Any] = dataclasses.field(default_factory=dict)
     recomputed: set[Path] = dataclasses.field(default_factory=set)
     thresholds: dict[Path, list[Threshold]] = dataclasses.field(default_factory=dict)
+    literal_uses: list[Any] = dataclasses.field(default_factory=list)
     slot_wires: list[Any] = dataclasses.field(default_factory=list)
     ranks: list[Any] = dataclasses.field(default_factory=list)
     indices: dict[Any, Path] = dataclasses.field(default_factory=dict)

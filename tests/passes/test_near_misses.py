@@ -560,6 +560,19 @@ def slot_mixing(params, buffer):
     return composed.mlp(params, jnp.einsum("ecd,cb->ebd", buffer, mixer))
 
 
+def slot_mean(params, buffer):
+    """Empty slots hold zero, but they count: the mean depends on how many there are."""
+    return composed.mlp(params, buffer - buffer.mean(axis=1, keepdims=True))
+
+
+def _use_rate(dispatch, combine, position, capacity):
+    return {"use": dispatch.sum() / (EXPERTS * capacity)}
+
+
+def _overflow(dispatch, combine, position, capacity):
+    return {"over": jax.nn.relu(dispatch.sum((0, 2)) * 1.5 - capacity)}
+
+
 def first_slots_only(params, buffer):
     return composed.mlp(params, buffer.at[:, 3:].multiply(0.5))
 
@@ -607,6 +620,10 @@ NEEDS_CAPACITY = {
     "slot_norm": _layer(experts=slot_norm),
     "slot_embedding": _layer(experts=slot_embedding),
     "slot_mixing": _layer(experts=slot_mixing),
+    "slot_mean": _layer(experts=slot_mean),
+    "mask_mean": _layer(metrics=lambda dispatch, combine, position, capacity: {"mean": dispatch.mean()}),
+    "use_rate": _layer(metrics=_use_rate),
+    "overflow": _layer(metrics=_overflow),
     "first_slots_only": _layer(experts=first_slots_only),
     "half_full": _layer(metrics=_half),
     "dispatch_returned": _layer(metrics=_returned("dispatch")),
@@ -798,6 +815,16 @@ def rolled_experts(params, x, capacity):
     )
 
 
+def divided_by_load(params, x, capacity):
+    """An expert's outputs over the number of its rows; biases fill the empty slots."""
+    gate, index, _ = composed.softmax_normalised(params, x, 2)
+    slot = one_hot(_queue(index), capacity, dtype=x.dtype)
+    dispatch, combine = composed.build_masks(composed.Masks(), gate, _hot(index, x.dtype), slot, None)
+    load = jnp.maximum(dispatch.sum((0, 2)), 1)
+    out = composed.biased(params, jnp.einsum("tec,td->ecd", dispatch, x)) / load[:, None, None]
+    return jnp.einsum("tec,ecd->td", combine, out), {}
+
+
 EITHER = {
     "padding_mask": padding_mask,
     "random_second_choice": random_second_choice,
@@ -819,6 +846,7 @@ EITHER = {
     "combined_by_another_mask": combined_by_another_mask,
     "expert_mixing": expert_mixing,
     "rolled_experts": rolled_experts,
+    "divided_by_load": divided_by_load,
     "kept_slot_returned": _layer(metrics=_returned("kept_slot")),
     "short_bf16_ranks": _layer(slots=_slots(_narrow(jnp.bfloat16))),
     "short_int8_ranks": _layer(slots=_slots(_narrow(jnp.int8))),

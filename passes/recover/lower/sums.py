@@ -222,6 +222,8 @@ class SumEmitter(RowEmitter):
         dense = [t for t in out if isinstance(t, Var)]
         if set(points) & set(dense) or len(dense) + len(indices) != len(out):
             return None
+        repeated = [v for v in dense if v not in factor_vars(node.factors)]
+        dense = [v for v in dense if v not in repeated]
         if set(factor_vars(node.factors)) - set(points) - set(dense) or set(factor_vars(node.guards)) - set(points):
             return None
         if set(node.binders) != set(points):
@@ -229,6 +231,7 @@ class SumEmitter(RowEmitter):
         routing = self._reduced_routing(node, index)
         left, right = _sides(node.factors, dense)
         if left is None:
+            self.refuse_wide_rows([index], dense)
             product = self.product_rows(node.factors, routing, points, dense, node.guards)
             flat = lax.reshape(product, (product.shape[0], math.prod(v.size for v in dense)))
             total = ops.group_sum(flat.astype(node.dtype), self.plan(routing).group_sizes)
@@ -253,6 +256,8 @@ class SumEmitter(RowEmitter):
         total = lax.reshape(total, [t.size for t in order])  # type: ignore[attr-defined]
         if node.coef != 1:
             total = total * np.asarray(node.coef, total.dtype)
+        total = lax.broadcast_in_dim(total, (*total.shape, *(v.size for v in repeated)), range(total.ndim))
+        order += repeated
         return lax.transpose(total, [order.index(t) for t in out])
 
     def _reduced_routing(self, node: Ein, index: Idx) -> Routing:
