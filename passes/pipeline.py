@@ -193,6 +193,8 @@ def _capacity_in_use(session: Session) -> Refusal | None:
         found = sizes.setdefault(session.root(rank.site), set())
         found |= {v.size for v in (*rank.batch, *rank.order, *rank.many)} | {rank.index.size, _choices(graph, rank)}
         found |= {_count(rank) // _choices(graph, rank), math.prod(v.size for v in (*rank.order, *rank.many))}
+    for root, found in sizes.items():  # a queue for each choice
+        found.add(len({rank.site for _, rank in session.ranks if session.root(rank.site) == root}))
     for use in session.literal_uses:
         for root in {session.root(session.indices[n]) for n in use.indices if n in session.indices}:
             if root in bounds and is_capacity(use, bounds[root], sizes.get(root, ())):

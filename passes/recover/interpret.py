@@ -176,7 +176,7 @@ class Recovery:
             self.session.unentered = self.session.unentered or step
         self._transfer(step)
         if not self._folded:
-            self.session.literal_uses += loads.follow(step)
+            self.session.literal_uses += loads.follow(self.graph, step)
         self.steps.append(step)
         return list(step.outputs)
 

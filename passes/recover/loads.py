@@ -15,9 +15,10 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from moe_xla.passes.recover.nodes import Graph
 from moe_xla.passes.recover.program import Step, Wire
 from moe_xla.passes.recover.terms import Idx, parts_of
-from moe_xla.passes.recover.values import Value, literal_of
+from moe_xla.passes.recover.values import Value, is_slot, literal_of
 
 _SCALING = frozenset({"mul", "div"})
 _COMPARING = frozenset({"add", "sub", "max", "min", "lt", "le", "gt", "ge", "eq", "ne", "rem"})
@@ -30,16 +31,23 @@ _PASSING = frozenset(
 )
 
 
+# Up to this, a number is taken for a weight or a small constant, unless it is a known size divided by the capacity.
+_SMALL = 2
+
+
 class LiteralUse(NamedTuple):
-    """A number that meets counts of rows: those of the index nodes `indices`, in `step`."""
+    """A number that meets counts of rows, those of the index nodes `indices`, in `step`.
+
+    `mean` says whether it makes a mean of what was summed: "slots" over slots too, "other" over other axes only.
+    """
 
     indices: frozenset[Any]
     number: float
-    is_mean: bool
+    mean: str | None
     step: Step
 
 
-def follow(step: Step) -> list[LiteralUse]:
+def follow(graph: Graph, step: Step) -> list[LiteralUse]:
     """Passes on which counts flow into the outputs of a step, and the numbers that they meet there."""
     name = step.name
     if any(w.tainted for w in step.outputs):
@@ -48,7 +56,11 @@ def follow(step: Step) -> list[LiteralUse]:
         counted = _indices(step.inputs[0].value) | step.inputs[0].loads
         for wire in step.outputs:
             wire.loads = counted
-            wire.mean_of = _reduced_cells(step) if counted else None
+            wire.mean_of = _reduced_cells(graph, step) if counted else None
+        return []
+    if name == "dot_general" and any(_number(w) is not None for w in step.inputs):
+        for wire in step.outputs:
+            wire.loads = frozenset().union(*(_indices(w.value) for w in step.inputs if w.value is not None))
         return []
     loads = frozenset().union(*(w.loads for w in step.inputs)) if step.inputs else frozenset()
     if not loads or name not in _SCALING | _COMPARING | _PASSING:
@@ -58,28 +70,30 @@ def follow(step: Step) -> list[LiteralUse]:
         wire.loads = loads
     if name in _PASSING or not numbers:
         return []
-    means = [w.mean_of for w in step.inputs if w.mean_of is not None]
-    return [LiteralUse(loads, n, name == "div" and n in means, step) for n in numbers]
+    means = dict(w.mean_of for w in step.inputs if w.mean_of is not None)
+    return [LiteralUse(loads, n, means.get(n) if name == "div" else None, step) for n in numbers]
 
 
 def is_capacity(use: LiteralUse, capacities: Iterable[float], sizes: Iterable[int]) -> bool:
-    """Whether a use is one of the capacity: a mean over slots, or a number that no other size explains."""
-    capacities = {c for c in capacities if c > 0}
-    if use.is_mean:
-        return any(use.number % c == 0 for c in capacities)
+    """Whether a use may be one of the capacity: a mean over slots, or a number that no other size explains."""
+    if use.mean is not None:
+        return use.mean == "slots"
     number = abs(use.number)
-    if use.step.name in _SCALING and 0 < number < 1:
-        number = round(1 / number) if math.isclose(1 / number, round(1 / number), rel_tol=1e-6) else 0
-    if number in _products(sizes):
-        return False
-    if use.step.name in _SCALING:
-        return any(number and number % c == 0 for c in capacities)
-    return number in capacities
+    explained = _products(sizes)
+    if number > _SMALL:
+        percent = math.log10(number).is_integer() and not any(c > 0 and number % c == 0 for c in capacities)
+        return number not in explained and not percent
+    if use.step.name not in _SCALING or number == 0:
+        return any(number == c for c in capacities) and number not in explained
+    inverse = round(1 / number)
+    exact = math.isclose(1 / number, inverse, rel_tol=1e-6)
+    return exact and inverse not in explained and any(c > 0 and inverse % c == 0 for c in capacities)
 
 
 def _products(sizes: Iterable[int]) -> set[int]:
-    distinct = sorted(set(sizes))
-    chosen = itertools.chain.from_iterable(itertools.combinations(distinct, n) for n in range(len(distinct) + 1))
+    """All products of sizes, each taken twice at most."""
+    factors = sorted({n for n in sizes if n > 1}) * 2
+    chosen = itertools.chain.from_iterable(itertools.combinations(factors, n) for n in range(len(factors) + 1))
     return {math.prod(c) for c in chosen}
 
 
@@ -89,9 +103,12 @@ def _indices(value: Value) -> frozenset[Any]:
     return frozenset(p.node for p in places if isinstance(p, Idx))
 
 
-def _reduced_cells(step: Step) -> float:
-    axes = step.eqn.params.get("axes", ())
-    return float(math.prod(step.inputs[0].shape[i] for i in axes))
+def _reduced_cells(graph: Graph, step: Step) -> tuple[float, str]:
+    """How many cells are summed into one, and whether slots are among them."""
+    axes, summed = step.eqn.params.get("axes", ()), step.inputs[0]
+    assert summed.value is not None
+    over_slots = any(is_slot(graph, p.axes[i]) for p in summed.value.pieces for i in axes)
+    return float(math.prod(summed.shape[i] for i in axes)), "slots" if over_slots else "other"
 
 
 def _number(wire: Wire) -> float | None:

@@ -23,7 +23,7 @@ class Wire:
     written (dropless), so the step must not be run on the original inputs.  `slots` names the sites whose slot axis the
     array has: it must not be built.  `tainted` names the sites whose queue positions flow into it.  Two wires of the
     same `number` hold the same array, also across scopes.  `loads` are the indices whose assignments are counted in it,
-    `mean_of` the number by which it would have to be divided to be a mean.
+    `mean_of` the number that would make it a mean, and of what (see `loads`).
     """
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Wire:
     slots: frozenset[Any] = frozenset()
     number: Any = None
     loads: frozenset[Any] = frozenset()
-    mean_of: float | None = None
+    mean_of: tuple[float, str] | None = None
 
 
 @dataclasses.dataclass(eq=False)

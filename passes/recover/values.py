@@ -759,6 +759,7 @@ def contracted(graph: Graph, piece: Piece, dtype: Any, allow_outer: bool = False
     A contraction that would join two independent sets of assignments (the naive gradient of the combine weights) is
     left as a product until something picks the assignments.
     """
+    piece = _presummed(graph, piece, dtype)
     while True:
         candidates = [v for v in piece.hidden if v not in piece.points]
         step = next((s for v in candidates if (s := _contraction(piece, v, candidates, allow_outer)) is not None), None)
@@ -771,6 +772,23 @@ def contracted(graph: Graph, piece: Piece, dtype: Any, allow_outer: bool = False
             factors=(*(f for f in piece.factors if f not in factors), Factor(node, out)),
             guards=tuple(g for g in piece.guards if g not in guards),
         )
+
+
+def _presummed(graph: Graph, piece: Piece, dtype: Any) -> Piece:
+    """Arrays read at data-dependent places, summed first over axes that nothing else reads: a matrix times ones."""
+    elsewhere = [t for pair in piece.equalities for t in pair] + [a for g in piece.guards for a in g.args]
+    factors = list(piece.factors)
+    for i, factor in enumerate(factors):
+        others = [a for f in factors[:i] + factors[i + 1 :] for a in f.args]
+        read = set(vars_of([*others, *elsewhere, *piece.axes, *(a for a in factor.args if not isinstance(a, Var))]))
+        lone = [a for a in factor.args if isinstance(a, Var) and a not in read and factor.args.count(a) == 1]
+        if lone and any(has_idx(a) for a in factor.args) and not is_boolean(dtype):
+            axes = factor.node.variables
+            kept = [k for k, a in enumerate(factor.args) if a not in lone]
+            out = tuple(axes[k] for k in kept)
+            total = graph.ein(out, [Factor(factor.node, axes)], (), frozenset(), 1, dtype)
+            factors[i] = Factor(total, tuple(factor.args[k] for k in kept))
+    return piece.replace(factors=tuple(factors))
 
 
 def _contraction(

@@ -91,7 +91,10 @@ class _PointwiseProgram:
         if isinstance(factor.node, Map):
             for operand in operands_at(factor):
                 self._check(operand)
-        elif not isinstance(factor.node, Lit) and (factor.node not in self.leaves or factor.args != self.axes):
+        elif isinstance(factor.node, Leaf):
+            if factor.node not in self.leaves or factor.args not in (self.axes, ()):  # scalars meet every element
+                raise NoRule("a function that is not elementwise")
+        elif not isinstance(factor.node, Lit):
             raise NoRule("a function that is not elementwise")
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
