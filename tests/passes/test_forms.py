@@ -6,6 +6,8 @@ The program is traced at a capacity that drops assignments.  In `exact` it is co
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,3 +137,45 @@ def test_sizes_and_loads_at_the_edges(name, semantics):
     drops = semantics == "exact" or name in WITHOUT_A_QUEUE
     expected = quick_jit(step(capacity if drops else tokens * parts.choices))(params, x)
     assert_close(rewritten(params, x), expected, 1e-11)
+
+
+# --- activations and losses
+
+
+ACTIVATIONS = (
+    *("softplus", "mish", "elu", "celu", "selu", "relu6", "leaky_relu", "hard_tanh", "squareplus", "log_sigmoid"),
+)
+    "softplus",
+    "mish",
+    "elu",
+    "celu",
+    "selu",
+    "relu6",
+    "leaky_relu",
+    "hard_tanh",
+    "squareplus",
+    "log_sigmoid",
+)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name):
+    experts = functools.partial(composed.biased, activation=getattr(jax.nn, name))
+    _assert_grouped(Parts(experts=experts), lambda y, aux: mixed_loss(y, aux))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("loss", [lambda y, aux: y.sum(), lambda y, aux: y.mean()], ids=["sum", "mean"])
+def test_losses_with_a_constant_cotangent(loss):
+    _assert_grouped(Parts(experts=composed.gated), loss)
+
+
+def _assert_grouped(parts, loss):
+    """Rewritten, equal to the untouched program, and without a matrix for every assignment."""
+    form = FORMS["top2"]
+    inputs = form.inputs(jnp.float64)
+    step = jax.value_and_grad(lambda params, x: loss(*composed.layer(parts, params, x, form.tight)), argnums=(0, 1))
+    outcome = rewrite_and_run(form, step, "exact", inputs)
+    assert not [*site_errors(form, outcome.sites, "exact"), *outcome.slot_arrays]
+    assert_close(outcome.outputs, quick_jit(step)(*inputs), 1e-11)
