@@ -40,7 +40,7 @@ from moe_xla.passes.recover.rules.ranks import queue_counts
 from moe_xla.passes.recover.scopes import CHECKPOINTS, SCANS, Entrance, Exit, Scope
 from moe_xla.passes.recover.session import Path, Session
 from moe_xla.passes.recover.terms import Factor, Idx, parts_of
-from moe_xla.passes.recover.values import Contradiction, NoRule, Value, of_literal, of_node
+from moe_xla.passes.recover.values import Contradiction, NoRule, Value, literal_of, of_literal, of_node
 
 INLINED = {
     "jit": "jaxpr",
@@ -154,7 +154,7 @@ class Recovery:
 
     def _equation(self, eqn: Any, inputs: Sequence[Wire]) -> list[Wire]:
         name = eqn.primitive.name
-        if name in INLINED and (_may_route(eqn.params[INLINED[name]]) or not all(is_boring(w.value) for w in inputs)):
+        if name in INLINED and self._is_telling(eqn.params[INLINED[name]], inputs):
             inner = eqn.params[INLINED[name]]
             consts = [self.constant(c) for c in getattr(inner, "consts", ())]
             self._callers.append(eqn)
@@ -179,6 +179,11 @@ class Recovery:
             self.session.literal_uses += loads.follow(self.graph, step)
         self.steps.append(step)
         return list(step.outputs)
+
+    def _is_telling(self, body: Any, inputs: Sequence[Wire]) -> bool:
+        """Whether an inner function may hold part of a layer, or makes a constant that one may need to know."""
+        is_constant = all(w.value is not None and literal_of(w.value) is not None for w in inputs)
+        return is_constant or _may_route(body) or not all(is_boring(w.value) for w in inputs)
 
     def _number(self, eqn: Any, inputs: Sequence[Wire]) -> int:
         """The number of an equation: the same for the same operation on the same arrays."""

@@ -144,6 +144,7 @@ for _name, _exercises, _parts, _wrap in (
     ("scan", "stacked weights", ORDINARY, (_same, _same)),
     ("scan_width", "stacked weights, only the width drops", WIDTH, (_same, _same)),
     ("scan_switch", "stacked weights, K=1", SWITCH, (_same, _same)),
+    ("scan_where", "positions beyond the capacity are -1", Parts(overflow="where_minus_one"), (_same, _same)),
     ("scan_of_remat", "every block rematerialised", ORDINARY, (_remat(prevent_cse=False), _same)),
     ("scan_of_remat_width", "every block rematerialised", WIDTH, (_remat(), _same)),
     (

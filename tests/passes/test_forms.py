@@ -145,17 +145,6 @@ def test_sizes_and_loads_at_the_edges(name, semantics):
 ACTIVATIONS = (
     *("softplus", "mish", "elu", "celu", "selu", "relu6", "leaky_relu", "hard_tanh", "squareplus", "log_sigmoid"),
 )
-    "softplus",
-    "mish",
-    "elu",
-    "celu",
-    "selu",
-    "relu6",
-    "leaky_relu",
-    "hard_tanh",
-    "squareplus",
-    "log_sigmoid",
-)
 
 
 @pytest.mark.usefixtures("x64")
