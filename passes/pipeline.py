@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import gc
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,10 +28,12 @@ from moe_xla.passes.recover.loads import is_capacity
 from moe_xla.passes.recover.lower import Lowering, Refusal
 from moe_xla.passes.recover.nodes import Graph, Rank
 from moe_xla.passes.recover.session import Session, Threshold
+from moe_xla.passes.recover.values import NoRule
 from moe_xla.passes.site import KEPT, REWRITTEN, Site
 
 PATTERNS = ("einsum_dispatch",)
 SEMANTICS = ("dropless", "exact")
+_RECURSION_LIMIT = 20_000
 _NEXT_MODE = {"dropless": "exact", "exact": "off"}
 
 
@@ -92,7 +95,7 @@ def rewrite_jaxpr(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritt
     layers: dict[Any, _Layer] = {}
     while True:
         session = Session(modes, options.semantics)
-        with _no_collection():
+        with _room_for_graphs():
             result = _attempt(closed, session, layers, options.backend)
         if result is None:
             return Rewritten(as_written, _sites(layers, modes, denials, options, None))
@@ -102,13 +105,19 @@ def rewrite_jaxpr(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritt
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Python's collector of cycles would walk over millions of live nodes again and again: a quarter of the time."""
-    enabled = gc.isenabled()
+def _room_for_graphs() -> Iterator[None]:
+    """Settings of Python for a large graph of live nodes.
+
+    Its collector of cycles would walk over all of them again and again, which takes a quarter of the time; its limit
+    of recursion is one that a chain of two hundred elementwise operations exceeds.
+    """
+    enabled, limit = gc.isenabled(), sys.getrecursionlimit()
     gc.disable()
+    sys.setrecursionlimit(max(limit, _RECURSION_LIMIT))
     try:
         yield
     finally:
+        sys.setrecursionlimit(limit)
         if enabled:
             gc.enable()
 
@@ -221,6 +230,8 @@ def _emit(
         program = jax.make_jaxpr(rewritten)(*avals)
     except Refusal as refusal:
         return refusal
+    except NoRule as error:
+        return Refusal(frozenset(), str(error), None)
     except Exception as error:  # a fault of ours must never reach the user's step: the layers run as written
         return Refusal(frozenset(), _internal("lowering", error), None)
     for wire, aval in zip(outputs, program.out_avals, strict=True):

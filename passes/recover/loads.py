@@ -10,7 +10,6 @@ In: steps of the walk.  Out: `LiteralUse` records, and whether one of them is a 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -33,6 +32,7 @@ _PASSING = frozenset(
 
 # Up to this, a number is taken for a weight or a small constant, unless it is a known size divided by the capacity.
 _SMALL = 2
+_LEAST = 1e-12
 
 
 class LiteralUse(NamedTuple):
@@ -85,6 +85,8 @@ def is_capacity(use: LiteralUse, capacities: Iterable[float], sizes: Iterable[in
         return number not in explained and not percent
     if use.step.name not in _SCALING or number == 0:
         return any(number == c for c in capacities) and number not in explained
+    if number < _LEAST or math.isclose(number, float(f"{number:.2g}"), rel_tol=1e-6):
+        return False  # a weight as people write it: 0.01, 0.25
     inverse = round(1 / number)
     exact = math.isclose(1 / number, inverse, rel_tol=1e-6)
     return exact and inverse not in explained and any(c > 0 and inverse % c == 0 for c in capacities)
@@ -92,9 +94,10 @@ def is_capacity(use: LiteralUse, capacities: Iterable[float], sizes: Iterable[in
 
 def _products(sizes: Iterable[int]) -> set[int]:
     """All products of sizes, each taken twice at most."""
-    factors = sorted({n for n in sizes if n > 1}) * 2
-    chosen = itertools.chain.from_iterable(itertools.combinations(factors, n) for n in range(len(factors) + 1))
-    return {math.prod(c) for c in chosen}
+    products = {1}
+    for size in sorted({n for n in sizes if n > 1}) * 2:
+        products |= {p * size for p in products}
+    return products
 
 
 def _indices(value: Value) -> frozenset[Any]:

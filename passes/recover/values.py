@@ -837,7 +837,10 @@ def plain_map(
         factors = [arrays.get(i, v.factor) for i, v in enumerate(values)]
         return plain(shape, values[full[0]].pieces[0].axes, graph.map(prim, params, factors, dtype))
     pieces = [v.pieces[0].renamed() for v in values]
-    solved, rest = align(graph, pieces, [[(i, a) for i in full] for a in range(len(shape))])
+    try:
+        solved, rest = align(graph, pieces, [[(i, a) for i in full] for a in range(len(shape))])
+    except Contradiction:
+        raise NoRule("an array put together from different fixed places") from None
     if rest:
         raise NoRule("plain operands whose places differ")
     factors = [substitute_factor(p.factors[0], solved) for p in pieces]

@@ -137,6 +137,13 @@ class Emitter:
         """An einsum node as an array over its own axes."""
         raise NotImplementedError
 
+    def refuse(self, indices: Sequence[Idx], reason: str) -> None:
+        """Refuses the sites whose queues are counted by the indices, if there are any."""
+        known = self.recovery.session.indices
+        sites = frozenset(known[i.node] for i in indices if i.node in known)
+        if sites:
+            raise Refusal(sites, reason, self.asker())
+
     def asker(self) -> Step | Scope | None:
         """The equation or body that is being emitted."""
         return self.stack[-1] if self.stack else None

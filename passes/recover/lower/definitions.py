@@ -209,12 +209,10 @@ class DefinitionEmitter(Emitter):
     def refuse_wide_rows(self, indices: Sequence[Idx], axes: Sequence[Var | int]) -> None:
         """Refuses an array with a matrix for every assignment: that is more than the padded buffers ever were."""
         sizes = [a.size if isinstance(a, Var) else a for a in axes]
-        sites = {self.recovery.session.indices.get(i.node) for i in indices} - {None}
         assignments = math.prod(v.size for v in vars_of(indices))
         experts = math.prod(i.size for i in indices)
-        if sites and sum(n > 1 for n in sizes) > 1 and assignments > 4 * experts:
-            reason = "needs a matrix of an expert for every assignment"
-            raise Refusal(frozenset(s for s in sites if s is not None), reason, self.asker())
+        if sum(n > 1 for n in sizes) > 1 and assignments > 4 * experts:
+            self.refuse(indices, "needs a matrix of an expert for every assignment")
 
     def _refuse_slot_reads(self, place: Idx) -> None:
         sites = rank_sites(self.graph, place.node)

@@ -242,6 +242,8 @@ class RowEmitter(DefinitionEmitter):
             if [factor.args[i] for i in layout.axes] == list(points):
                 rows = self.node_rows(factor.node, layout)
                 names = [a for i, a in enumerate(factor.args) if i not in layout.axes]
+                if not set(names) <= set(rest):
+                    self.refuse([routing.index], "rows of which each meets every token")
                 return arranged(rows, (_ROW, *names), (_ROW, *rest))  # type: ignore[arg-type]
         used = [v for v in points if v in factor_vars([factor])]
         if not used:
