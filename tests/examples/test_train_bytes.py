@@ -50,10 +50,10 @@ def test_batches_are_pieces_of_the_text_and_depend_on_the_seed_only():
 
 
 def test_untrained_model_knows_nothing():
-    params = naive_moe.init(jax.random.key(0), TINY)
-    _, metrics = jax.jit(naive_moe.loss, static_argnums=2)(params, tiny_batch(), TINY)
-    assert float(metrics["cross_entropy"]) == pytest.approx(np.log(naive_moe.BYTES), abs=0.3)
-    assert float(metrics["balance"]) == pytest.approx(1, abs=0.5)
+    loss = jax.jit(naive_moe.loss, static_argnums=2)
+    metrics = [loss(naive_moe.init(jax.random.key(seed), TINY), tiny_batch(), TINY)[1] for seed in range(6)]
+    assert np.mean([m["cross_entropy"] for m in metrics]) == pytest.approx(np.log(naive_moe.BYTES), abs=0.3)
+    assert np.mean([m["balance"] for m in metrics]) == pytest.approx(1, abs=0.7)
 
 
 def test_model_is_causal():
