@@ -175,13 +175,18 @@ def _unentered(session: Session) -> Refusal | None:
     return Refusal(dropless, f"queue positions are counted inside {name}, which is run as written", session.unentered)
 
 
-def _inconsistent_capacity(session: Session) -> Refusal | None:
-    """Dropless takes every test of a position against a literal for the capacity; they must agree on one."""
+def _dropless_thresholds(session: Session) -> dict[Any, list[Threshold]]:
+    """The tests of own queue positions in each layer that is asked to be dropless."""
     by_root: dict[Any, list[Threshold]] = {}
     for site, thresholds in session.thresholds.items():
         if session.is_dropless(site):
             by_root.setdefault(session.root(site), []).extend(thresholds)
-    for root, thresholds in by_root.items():
+    return by_root
+
+
+def _inconsistent_capacity(session: Session) -> Refusal | None:
+    """Dropless takes every test of a position against a literal for the capacity; they must agree on one."""
+    for root, thresholds in _dropless_thresholds(session).items():
         least, most = min(thresholds, key=lambda t: t.bound), max(thresholds, key=lambda t: t.bound)
         if most.bound - least.bound > 1:
             found = f"{least.bound:g} and {most.bound:g}"
@@ -193,10 +198,7 @@ def _inconsistent_capacity(session: Session) -> Refusal | None:
 
 def _capacity_in_use(session: Session) -> Refusal | None:
     """In dropless, counts of rows must not meet a number that is the capacity."""
-    bounds: dict[Any, set[float]] = {}
-    for site, thresholds in session.thresholds.items():
-        if session.is_dropless(site):
-            bounds.setdefault(session.root(site), set()).update(t.bound for t in thresholds)
+    bounds = {root: {t.bound for t in thresholds} for root, thresholds in _dropless_thresholds(session).items()}
     sizes: dict[Any, set[int]] = {}
     for graph, rank in session.ranks:
         found = sizes.setdefault(session.root(rank.site), set())

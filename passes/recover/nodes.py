@@ -512,7 +512,7 @@ class Graph:
         factors_c = tuple(substitute_factor(f, mapping) for f in factors)
         guards_c = tuple(substitute_factor(g, mapping) for g in guards)
         equal_c = frozenset((substitute(a, mapping), substitute(b, mapping)) for a, b in equalities)
-        pinned = {part for t in out_c for part in parts_of(t) if isinstance(part, Var)}
+        pinned = pinned_vars(out_c)
         binders = tuple(v for v in mapping.values() if v not in pinned)
         key = ("ein", out_c, factors_c, guards_c, equal_c, coef, str(dtype), reducer, initial)
         known = key in self._table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -220,15 +220,17 @@ class DefinitionEmitter(Emitter):
             raise Refusal(sites, "reads an array that is laid out over the slots", self.asker())
 
     def weights(self, factors: Sequence[Factor], order: Sequence[Any], shape: Sequence[int]) -> Any:
+        return self._joined(lax.mul, factors, order, shape)
+
+    def conditions(self, guards: Sequence[Factor], order: Sequence[Any], shape: Sequence[int]) -> Any:
+        return self._joined(lax.bitwise_and, guards, order, shape)
+
+    def _joined(
+        self, join: Callable[[Any, Any], Any], factors: Sequence[Factor], order: Sequence[Any], shape: Sequence[int]
+    ) -> Any:
+        """Factors over the variables `order`, joined two by two, as one array of `shape`; None where there is none."""
         total: Any = None
         for factor in factors:
             data = jnp.asarray(self.fetch(factor, order))
-            total = data if total is None else lax.mul(*matched(total, data))
-        return None if total is None else lax.reshape(spread(total, [v.size for v in order]), shape)
-
-    def conditions(self, guards: Sequence[Factor], order: Sequence[Any], shape: Sequence[int]) -> Any:
-        total: Any = None
-        for guard in guards:
-            data = jnp.asarray(self.fetch(guard, order))
-            total = data if total is None else lax.bitwise_and(*matched(total, data))
+            total = data if total is None else join(*matched(total, data))
         return None if total is None else lax.reshape(spread(total, [v.size for v in order]), shape)
