@@ -671,13 +671,17 @@ def renormalised(graph: Graph, piece: Piece) -> Piece | None:
     result = masks_to_guards(graph, fixed) if fixed is not None else None
     if result is None:
         return None
-    simplest = ("simplest", result.axes, result.guards, result.equalities)
-    if simplest in graph.memo:
+    if _places_key(result) in graph.memo:
         return result
     result = _simplified_places(graph, result)
     if result is not None:
-        graph.memo["simplest", result.axes, result.guards, result.equalities] = True
+        graph.memo[_places_key(result)] = True
     return result
+
+
+def _places_key(piece: Piece) -> tuple[Any, ...]:
+    """What it is noted under that the places of pieces like this one are as simple as they get."""
+    return "simplest", piece.axes, piece.guards, piece.equalities
 
 
 def _simplified_places(graph: Graph, result: Piece) -> Piece | None:

@@ -212,7 +212,7 @@ def _with_background(
         if literal_of(background) is not None and literal_of(background) == 0:
             background = None
     result = Value(tuple(shape), dtype, tuple(pieces), background)
-    return normalised(graph, result) if background is None else dataclasses.replace(result)
+    return normalised(graph, result) if background is None else result
 
 
 def spread(value: Value, shape: Sequence[int]) -> Value:
