@@ -22,12 +22,11 @@ import jax
 import jax.extend as jex
 from absl import logging
 
-from moe_xla.passes.recover.facts import distinct_of
+from moe_xla.passes.recover.facts import assignments_of, choices_of
 from moe_xla.passes.recover.interpret import Recovery, describe
-from moe_xla.passes.recover.loads import is_capacity
+from moe_xla.passes.recover.loads import is_use_of_capacity, numbers_of_layers
 from moe_xla.passes.recover.lower import Lowering, Refusal
-from moe_xla.passes.recover.nodes import Graph, Rank
-from moe_xla.passes.recover.session import Session, Threshold
+from moe_xla.passes.recover.session import Session
 from moe_xla.passes.recover.values import NoRule
 from moe_xla.passes.site import KEPT, REWRITTEN, Site
 
@@ -175,18 +174,9 @@ def _unentered(session: Session) -> Refusal | None:
     return Refusal(dropless, f"queue positions are counted inside {name}, which is run as written", session.unentered)
 
 
-def _dropless_thresholds(session: Session) -> dict[Any, list[Threshold]]:
-    """The tests of own queue positions in each layer that is asked to be dropless."""
-    by_root: dict[Any, list[Threshold]] = {}
-    for site, thresholds in session.thresholds.items():
-        if session.is_dropless(site):
-            by_root.setdefault(session.root(site), []).extend(thresholds)
-    return by_root
-
-
 def _inconsistent_capacity(session: Session) -> Refusal | None:
     """Dropless takes every test of a position against a literal for the capacity; they must agree on one."""
-    for root, thresholds in _dropless_thresholds(session).items():
+    for root, thresholds in session.dropless_thresholds().items():
         least, most = min(thresholds, key=lambda t: t.bound), max(thresholds, key=lambda t: t.bound)
         if most.bound - least.bound > 1:
             found = f"{least.bound:g} and {most.bound:g}"
@@ -198,17 +188,10 @@ def _inconsistent_capacity(session: Session) -> Refusal | None:
 
 def _capacity_in_use(session: Session) -> Refusal | None:
     """In dropless, counts of rows must not meet a number that is the capacity."""
-    bounds = {root: {t.bound for t in thresholds} for root, thresholds in _dropless_thresholds(session).items()}
-    sizes: dict[Any, set[int]] = {}
-    for graph, rank in session.ranks:
-        found = sizes.setdefault(session.root(rank.site), set())
-        found |= {v.size for v in (*rank.batch, *rank.order, *rank.many)} | {rank.index.size, _choices(graph, rank)}
-        found |= {_count(rank) // _choices(graph, rank), math.prod(v.size for v in (*rank.order, *rank.many))}
-    for root, found in sizes.items():  # a queue for each choice
-        found.add(len({rank.site for _, rank in session.ranks if session.root(rank.site) == root}))
+    numbers = numbers_of_layers(session)
     for use in session.literal_uses:
         for root in {session.root(session.indices[n]) for n in use.indices if n in session.indices}:
-            if root in bounds and is_capacity(use, bounds[root], sizes.get(root, ())):
+            if root in numbers and is_use_of_capacity(use, numbers[root]):
                 reason = f"{use.step.name} of counted rows and {use.number:g}, which may come from the capacity"
                 return Refusal(frozenset({root}), reason, use.step)
     return None
@@ -284,8 +267,8 @@ def _layer(session: Session, members: list[Any]) -> _Layer:
     return _Layer(
         key=tuple(members),
         source=describe(session.sources[members[0]]),
-        assignments=sum({n.site: _count(n) for _, n in ranks if n.site not in session.recomputed}.values()),
-        tokens=max((_count(n) // _choices(g, n) for g, n in ranks), default=0),
+        assignments=sum({n.site: assignments_of(n) for _, n in ranks if n.site not in session.recomputed}.values()),
+        tokens=max((assignments_of(n) // choices_of(g, n) for g, n in ranks), default=0),
         experts=max((n.index.size for _, n in ranks), default=0),
         capacity=int(min(thresholds)) if thresholds else None,
         removed_bytes=sum(math.prod(w.shape) * w.dtype.itemsize for w in wires),
@@ -302,15 +285,6 @@ def _slot_flops(wires: Sequence[Any]) -> int:
 def _dot_flops(step: Any) -> int:
     (contracted, _), _ = step.eqn.params["dimension_numbers"]
     return 2 * math.prod(step.outputs[0].shape) * math.prod(step.inputs[0].shape[i] for i in contracted)
-
-
-def _count(rank: Rank) -> int:
-    return math.prod(v.size for v in (*rank.batch, *rank.order, *rank.many))
-
-
-def _choices(graph: Graph, rank: Rank) -> int:
-    fact = distinct_of(graph, rank.index.factor)
-    return fact.along.size if fact is not None else 1
 
 
 def _sites(

@@ -31,9 +31,10 @@ from jax import numpy as jnp
 
 from moe_xla.ops import checks, varying
 from moe_xla.ops.contract import Contract
-from moe_xla.ops.routing import expert_of_row, group_ends
+from moe_xla.ops.routing import expert_of_row
 
 _Product = Callable[[jax.Array, jax.Array], jax.Array]
+_OuterState = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 CONTRACT = Contract(
     platforms=("cpu", "cuda", "rocm", "tpu"),
@@ -60,12 +61,12 @@ def grouped_dot(
     if experts * count * matrix[0] * matrix[1] <= _SMALL_WORK:
         return _small_dot(rows, w, group_sizes, dot, out_dtype)
     size = min(dot_block(count, experts), count)
-    ends = group_ends(group_sizes, count)
     out = _zeros(shape, out_dtype, rows, group_sizes)
     rows, w = _bits(rows), _bits(w)
 
     def over_expert(expert: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        (start, out), end, w_kn = state, _element(ends, expert), _element(w, expert)
+        start, out = state
+        end, w_kn = _end(start, group_sizes, expert, count), _element(w, expert)
 
         def step(at: jax.Array, out: jax.Array) -> jax.Array:
             first = lax.min(at, np.int32(count - size))
@@ -74,7 +75,7 @@ def grouped_dot(
 
         return end, _stepping(start, end, size, step, out)
 
-    return _floats(lax.fori_loop(0, experts, over_expert, (_first_row(ends), out))[1], out_dtype)
+    return _floats(lax.fori_loop(0, experts, over_expert, (_first_row(group_sizes), out))[1], out_dtype)
 
 
 def grouped_outer(
@@ -89,26 +90,27 @@ def grouped_outer(
     if count * experts * a.shape[1] * b.shape[1] <= _SMALL_WORK:
         return _small_outer(a, b, group_sizes, dot, out_dtype)
     sizes = sorted({min(size, count) for size in outer_blocks(count, experts)})
-    main, ends = sizes[-1], group_ends(group_sizes, count)
-    out = _zeros(shape, out_dtype, a, group_sizes)
+    main = sizes[-1]
+    total = _zeros(shape, checks.accumulator(a.dtype, b.dtype), a, group_sizes)
     a, b = _bits(a), _bits(b)
 
-    def last_product(size: int, start: jax.Array, end: jax.Array) -> jax.Array:
+    def product(size: int, start: jax.Array, end: jax.Array) -> jax.Array:
         return dot(*(_read_masked(x, start, end, size) for x in (a, b)))
 
-    def step(at: jax.Array, total: jax.Array) -> jax.Array:
-        return total + dot(_read(a, at, main), _read(b, at, main))
+    def step(state: _OuterState) -> _OuterState:
+        expert, start, end, total = state
+        rest = end - start
+        choice = sum(lax.convert_element_type(rest > np.int32(size), np.int32) for size in sizes[:-1])
+        block = lax.switch(choice, [functools.partial(product, size) for size in sizes], start, end)
+        total = _write(total, _read(total, expert, 1) + block[None], expert)
+        start = start + lax.min(rest, np.int32(main))
+        following = expert + lax.convert_element_type(rest <= np.int32(main), np.int32)
+        return following, start, lax.select(following > expert, _end(end, group_sizes, following, count), end), total
 
-    def over_expert(expert: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        (start, out), end = state, _element(ends, expert)
-        # A group keeps at least one row for its last block.
-        last = start + lax.div(lax.max(end - start - 1, np.int32(0)), np.int32(main)) * np.int32(main)
-        choice = sum(lax.convert_element_type(end - last > np.int32(size), np.int32) for size in sizes[:-1])
-        total = lax.switch(choice, [functools.partial(last_product, size) for size in sizes], last, end)
-        total = _stepping(start, last, main, step, total)
-        return end, _write(out, _bits(lax.convert_element_type(total, out_dtype))[None], expert)
-
-    return _floats(lax.fori_loop(0, experts, over_expert, (_first_row(ends), out))[1], out_dtype)
+    first = _first_row(group_sizes)
+    state = (first, first, _end(first, group_sizes, first, count), total)
+    total = lax.while_loop(lambda state: state[0] < np.int32(experts), step, state)[3]
+    return lax.convert_element_type(total, out_dtype)
 
 
 def reduce_groups(
@@ -132,12 +134,11 @@ def reduce_groups(
         own = _own_rows(rows, group_sizes, initial)
         return jax.vmap(lambda group: reduce_block(lax.convert_element_type(group, wide)))(own)
     size = min(_REDUCED_ROWS, count)
-    ends = group_ends(group_sizes, count)
     out, rows, fill = varying.like(out, rows), _bits(rows), _bits(lax.convert_element_type(initial, dtype))
 
     def over_expert(expert: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         start, out = state
-        end = _element(ends, expert)
+        end = _end(start, group_sizes, expert, count)
 
         def step(at: jax.Array, total: jax.Array) -> jax.Array:
             block = _floats(_read_masked(rows, at, end, size, fill), dtype)
@@ -145,7 +146,7 @@ def reduce_groups(
 
         return end, _write(out, _stepping(start, end, size, step, _element(out, expert))[None], expert)
 
-    return lax.fori_loop(0, experts, over_expert, (_first_row(ends), out))[1]
+    return lax.fori_loop(0, experts, over_expert, (_first_row(group_sizes), out))[1]
 
 
 def _small_dot(rows: jax.Array, w: jax.Array, group_sizes: jax.Array, dot: _Product, out_dtype: Any) -> jax.Array:
@@ -186,9 +187,15 @@ def outer_blocks(count: int, experts: int) -> tuple[int, int]:
     return half, 2 * half
 
 
-def _first_row(ends: jax.Array) -> jax.Array:
-    """Row 0, where the first group starts, varying over devices as `ends` does."""
-    return lax.full_like(ends, 0, shape=())
+def _first_row(group_sizes: jax.Array) -> jax.Array:
+    """Row 0, where the first group starts, varying over devices as `group_sizes` does."""
+    return lax.full_like(group_sizes, 0, shape=())
+
+
+def _end(start: jax.Array, group_sizes: jax.Array, expert: jax.Array, count: int) -> jax.Array:
+    """The row after the last one of an expert's group, which begins at row `start`; at most `count`."""
+    size = lax.max(_element(group_sizes, expert), np.int32(0))
+    return start + lax.min(size, np.int32(count) - start)
 
 
 def _stepping(

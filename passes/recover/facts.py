@@ -230,6 +230,17 @@ def distinct_of(graph: Graph, factor: Factor) -> DistinctFact | None:
     return DistinctFact(atom.node, axis, atom.args[axis], atom.args[:axis] + atom.args[axis + 1 :])
 
 
+def assignments_of(rank: Rank) -> int:
+    """How many assignments a queue count is over, all queues together."""
+    return math.prod(v.size for v in (*rank.batch, *rank.order, *rank.many))
+
+
+def choices_of(graph: Graph, rank: Rank) -> int:
+    """How many different experts a token is known to choose in the index that is counted."""
+    fact = distinct_of(graph, rank.index.factor)
+    return fact.along.size if fact is not None else 1
+
+
 def bound_of(graph: Graph, factor: Factor) -> int | None:
     """An n with 0 ≤ factor < n, or None."""
     form = linear_form(graph, factor)

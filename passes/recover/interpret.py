@@ -136,6 +136,7 @@ class Recovery:
         return wire
 
     def walk(self, jaxpr: Any, consts: Sequence[Wire], inputs: Sequence[Wire]) -> list[Wire]:
+        """The wires of the outputs.  An equation whose results nobody reads asks nothing of a layer: it is left out."""
         wires: dict[Any, Wire] = dict(zip(jaxpr.constvars, consts, strict=True))
         wires.update(zip(jaxpr.invars, inputs, strict=True))
 
@@ -143,9 +144,10 @@ class Recovery:
             return self.literal(atom) if isinstance(atom, jex.core.Literal) else wires[atom]
 
         path, uses = self._path, self._uses
-        self._uses = collections.Counter(v for e in jaxpr.eqns for v in e.invars if not isinstance(v, jex.core.Literal))
-        self._uses.update(v for v in jaxpr.outvars if not isinstance(v, jex.core.Literal))
+        self._uses = _uses(jaxpr)
         for place, eqn in enumerate(jaxpr.eqns):
+            if not _is_live(eqn, self._uses):
+                continue
             self._path = (*path, place)
             outputs = self._equation(eqn, [read(a) for a in eqn.invars])
             wires.update(zip(eqn.outvars, outputs, strict=True))
@@ -176,7 +178,7 @@ class Recovery:
             self.session.unentered = self.session.unentered or step
         self._transfer(step)
         if not self._folded:
-            self.session.literal_uses += loads.follow(self.graph, step)
+            self.session.literal_uses += loads.follow(self.graph, step, self.session.is_dropless)
         self.steps.append(step)
         return list(step.outputs)
 
@@ -433,6 +435,19 @@ class Recovery:
                 self.graph.bounds[node] = max(b for b in bounds if b is not None)
         elif step.name in ("argmax", "argmin"):
             self.graph.bounds[node] = step.inputs[0].shape[step.eqn.params["axes"][0]]
+
+
+def _uses(jaxpr: Any) -> collections.Counter[Any]:
+    """How often each variable is read by outputs and by equations that are not dead themselves."""
+    uses = collections.Counter(v for v in jaxpr.outvars if not isinstance(v, jex.core.Literal))
+    for eqn in reversed(jaxpr.eqns):
+        if _is_live(eqn, uses):
+            uses.update(v for v in eqn.invars if not isinstance(v, jex.core.Literal))
+    return uses
+
+
+def _is_live(eqn: Any, uses: collections.Counter[Any]) -> bool:
+    return bool(eqn.effects) or any(uses[v] for v in eqn.outvars)
 
 
 def is_boring(value: Value | None) -> bool:

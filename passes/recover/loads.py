@@ -10,14 +10,17 @@ In: steps of the walk.  Out: `LiteralUse` records, and whether one of them is a 
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from moe_xla.passes.recover.nodes import Graph
+from moe_xla.passes.recover.facts import assignments_of, choices_of
+from moe_xla.passes.recover.nodes import Graph, literal
 from moe_xla.passes.recover.program import Step, Wire
-from moe_xla.passes.recover.terms import Idx, parts_of
-from moe_xla.passes.recover.values import Value, is_slot, literal_of
+from moe_xla.passes.recover.session import Path, Session
+from moe_xla.passes.recover.terms import Factor, Idx, parts_of
+from moe_xla.passes.recover.values import Value, is_slot
 
 _SCALING = frozenset({"mul", "div"})
 _COMPARING = frozenset({"add", "sub", "max", "min", "lt", "le", "gt", "ge", "eq", "ne", "rem"})
@@ -35,6 +38,59 @@ _SMALL = 2
 _LEAST = 1e-12
 
 
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """The numbers that are known of one layer.
+
+    `capacities` are the bounds that its queue positions are compared with; `sizes` those of its axes, each of which
+    explains a number, and `layers` how many layers like it the program has, over which it may take means.
+    """
+
+    capacities: frozenset[float]
+    sizes: frozenset[int]
+    layers: int
+
+    def name(self, number: float) -> bool:
+        """Whether a number is a size, or one for all layers."""
+        return number in self.sizes or (number % self.layers == 0 and number / self.layers in {1, *self.sizes})
+
+    def explain(self, number: float) -> bool:
+        """Whether a number is a size, or a product of sizes and the number of layers that has nothing of the capacity.
+
+        Each size counts twice at most.
+        """
+        if self.name(number):
+            return True
+        products = {1}
+        for size in sorted({n for n in (*self.sizes, self.layers) if n > 1}) * 2:
+            products |= {p * size for p in products}
+        return number in products and not self.hold(number)
+
+    def hold(self, number: float) -> bool:
+        """Whether a number is a capacity, or a multiple of one."""
+        return any(c > 1 and number % c == 0 for c in self.capacities)
+
+
+def numbers_of_layers(session: Session) -> dict[Path, Numbers]:
+    """What is known of each layer that is asked to be dropless."""
+    sizes: dict[Path, set[int]] = {}
+    queues: dict[Path, set[Path]] = {}
+    for graph, rank in session.ranks:
+        root, choices = session.root(rank.site), choices_of(graph, rank)
+        found = sizes.setdefault(root, set())
+        found |= {v.size for v in (*rank.batch, *rank.order, *rank.many)} | {rank.index.size, choices}
+        found |= {assignments_of(rank) // choices, math.prod(v.size for v in (*rank.order, *rank.many))}
+        queues.setdefault(root, set()).add(rank.site)
+    return {
+        root: Numbers(
+            frozenset(t.bound for t in thresholds),
+            frozenset({*sizes.get(root, ()), len(queues.get(root, ()))}) - {0},
+            len(sizes),
+        )
+        for root, thresholds in session.dropless_thresholds().items()
+    }
+
+
 class LiteralUse(NamedTuple):
     """A number that meets counts of rows, those of the index nodes `indices`, in `step`.
 
@@ -47,25 +103,25 @@ class LiteralUse(NamedTuple):
     step: Step
 
 
-def follow(graph: Graph, step: Step) -> list[LiteralUse]:
+def follow(graph: Graph, step: Step, is_dropless: Callable[[Any], bool]) -> list[LiteralUse]:
     """Passes on which counts flow into the outputs of a step, and the numbers that they meet there."""
     name = step.name
-    if any(w.tainted for w in step.outputs):
-        return []  # positions have a rule of their own
+    if any(is_dropless(site) for w in step.outputs for site in w.tainted):
+        return []  # positions have a rule of their own, where they are computed
     if name in _REDUCING and step.inputs[0].value is not None:
         counted = _indices(step.inputs[0].value) | step.inputs[0].loads
         for wire in step.outputs:
             wire.loads = counted
             wire.mean_of = _reduced_cells(graph, step) if counted else None
         return []
-    if name == "dot_general" and any(_number(w) is not None for w in step.inputs):
+    if name == "dot_general" and any(number_of(w) is not None for w in step.inputs):
         for wire in step.outputs:
             wire.loads = frozenset().union(*(_indices(w.value) for w in step.inputs if w.value is not None))
         return []
     loads = frozenset().union(*(w.loads for w in step.inputs)) if step.inputs else frozenset()
     if not loads or name not in _SCALING | _COMPARING | _PASSING:
         return []
-    numbers = [n for n in map(_number, step.inputs) if n is not None]
+    numbers = [n for n in map(number_of, step.inputs) if n is not None]
     for wire in step.outputs:
         wire.loads = loads
     if name in _PASSING or not numbers:
@@ -74,30 +130,33 @@ def follow(graph: Graph, step: Step) -> list[LiteralUse]:
     return [LiteralUse(loads, n, means.get(n) if name == "div" else None, step) for n in numbers]
 
 
-def is_capacity(use: LiteralUse, capacities: Iterable[float], sizes: Iterable[int]) -> bool:
+def is_use_of_capacity(use: LiteralUse, known: Numbers) -> bool:
     """Whether a use may be one of the capacity: a mean over slots, or a number that no other size explains."""
     if use.mean is not None:
         return use.mean == "slots"
-    number = abs(use.number)
-    explained = _products(sizes)
+    return is_capacity(use.step.name, use.number, known)
+
+
+def is_capacity(operation: str, number: float, known: Numbers) -> bool:
+    """Whether a number that counts or positions meet in an operation may come from the capacity."""
+    number = abs(number)
+    if operation not in _SCALING | _COMPARING:
+        return False
     if number > _SMALL:
-        percent = math.log10(number).is_integer() and not any(c > 0 and number % c == 0 for c in capacities)
-        return number not in explained and not percent
-    if use.step.name not in _SCALING or number == 0:
-        return any(number == c for c in capacities) and number not in explained
-    if number < _LEAST or math.isclose(number, float(f"{number:.2g}"), rel_tol=1e-6):
-        return False  # a weight as people write it: 0.01, 0.25
-    inverse = round(1 / number)
-    exact = math.isclose(1 / number, inverse, rel_tol=1e-6)
-    return exact and inverse not in explained and any(c > 0 and inverse % c == 0 for c in capacities)
-
-
-def _products(sizes: Iterable[int]) -> set[int]:
-    """All products of sizes, each taken twice at most."""
-    products = {1}
-    for size in sorted({n for n in sizes if n > 1}) * 2:
-        products |= {p * size for p in products}
-    return products
+        percent = math.log10(number).is_integer() and not known.hold(number)
+        return not known.explain(number) and not percent
+    if operation not in _SCALING or number == 0:
+        return number in known.capacities and not known.name(number)
+    if number < _LEAST:
+        return False
+    inverse = 1 / number
+    weight = math.isclose(number, float(f"{number:.2g}"), rel_tol=1e-6)  # as people write it: 0.01, 0.25
+    if any(abs(inverse - c) < (1e-6 * c if weight else 1) for c in known.capacities if c > _SMALL):
+        return not known.name(round(inverse))
+    if weight:
+        return False
+    exact = math.isclose(inverse, round(inverse), rel_tol=1e-6)
+    return exact and known.hold(round(inverse)) and not known.name(round(inverse))
 
 
 def _indices(value: Value) -> frozenset[Any]:
@@ -114,6 +173,12 @@ def _reduced_cells(graph: Graph, step: Step) -> tuple[float, str]:
     return float(math.prod(summed.shape[i] for i in axes)), "slots" if over_slots else "other"
 
 
-def _number(wire: Wire) -> float | None:
-    value = literal_of(wire.value) if wire.value is not None and wire.value.is_plain else None
+def number_of(wire: Wire) -> float | None:
+    """The number that a wire holds, if it is a literal."""
+    return literal_number(wire.value.factor) if wire.value is not None and wire.value.is_plain else None
+
+
+def literal_number(factor: Factor) -> float | None:
+    """The number that a factor is, if it is a literal."""
+    value = literal(factor)
     return None if value is None or value.dtype.kind not in "iuf" else float(value)

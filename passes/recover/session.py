@@ -62,6 +62,14 @@ class Session:
     def note_threshold(self, site: Path, bound: float, step: Any) -> None:
         self.thresholds.setdefault(site, []).append(Threshold(bound, step))
 
+    def dropless_thresholds(self) -> dict[Path, list[Threshold]]:
+        """The tests of own queue positions in each layer that is asked to be dropless."""
+        by_root: dict[Path, list[Threshold]] = {}
+        for site, thresholds in self.thresholds.items():
+            if self.is_dropless(site):
+                by_root.setdefault(self.root(site), []).extend(thresholds)
+        return by_root
+
     def note_index(self, node: Any, site: Path) -> None:
         """The queue of `site` is counted by the index `node`."""
         self.indices[node] = site

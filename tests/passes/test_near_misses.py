@@ -573,6 +573,10 @@ def _overflow(dispatch, combine, position, capacity):
     return {"over": jax.nn.relu(dispatch.sum((0, 2)) * 1.5 - capacity)}
 
 
+def _longest_queue(measured):
+    return lambda dispatch, combine, position, capacity: {"longest": measured(position.max() + 1.0, capacity)}
+
+
 def first_slots_only(params, buffer):
     return composed.mlp(params, buffer.at[:, 3:].multiply(0.5))
 
@@ -624,6 +628,9 @@ NEEDS_CAPACITY = {
     "mask_mean": _layer(metrics=lambda dispatch, combine, position, capacity: {"mean": dispatch.mean()}),
     "use_rate": _layer(metrics=_use_rate),
     "overflow": _layer(metrics=_overflow),
+    "longest_queue_over_capacity": _layer(metrics=_longest_queue(lambda n, capacity: n / capacity)),
+    "longest_queue_scaled": _layer(metrics=_longest_queue(lambda n, capacity: n * (1 / capacity))),
+    "longest_queue_less_capacity": _layer(metrics=_longest_queue(lambda n, capacity: n - capacity)),
     "first_slots_only": _layer(experts=first_slots_only),
     "half_full": _layer(metrics=_half),
     "dispatch_returned": _layer(metrics=_returned("dispatch")),
@@ -653,6 +660,66 @@ def test_capacity_that_matters_is_kept(name, direction, semantics):
             assert site.primitive
             assert "/tests/" in site.reason_source
     assert_close(outputs, quick_jit(program)(*inputs), 2e-5)
+
+
+@pytest.mark.parametrize(("capacity", "scale"), [(20, "divide"), (2 * TOKENS // EXPERTS, "divide"), (20, "multiply")])
+def test_capacity_that_other_sizes_make_too(capacity, scale):
+    """20 = 2 * 2 * 5 is a product of sizes, 1 / 20 a weight as people write it: still the capacity."""
+
+    def use(dispatch, combine, position, capacity):
+        loads = dispatch.sum((0, 2))
+        return {"use": loads / capacity if scale == "divide" else loads * (1 / capacity)}
+
+    inputs = _inputs()
+    program = _program(_layer(metrics=use), capacity, "forward")
+    outputs, sites = _rewritten(program, "dropless", inputs)
+    assert [site.semantics for site in sites] == ["exact"]
+    assert_close(outputs, quick_jit(program)(*inputs), 2e-5)
+
+
+def _two_layers(first_metric, second_metric):
+    """Two layers of which each returns a metric; their sum over 2 is returned too."""
+
+    def layer(params, x, capacity):
+        y, first = _layer(metrics=first_metric)(params, x, capacity)
+        y, second = _layer(metrics=second_metric)(params, jnp.tanh(y), capacity)
+        return y, {"mean": (sum(first.values()) + sum(second.values())) / 2}
+
+    return layer
+
+
+def test_capacity_is_seen_behind_an_exact_layer():
+    """What flows out of an exact layer depends on its queue; the next layer's counts are followed all the same."""
+
+    def mean_over_slots(dispatch, combine, position, capacity):
+        return {"mean": dispatch.sum(0).mean()}
+
+    inputs = _inputs()
+    program = _program(_two_layers(mean_over_slots, mean_over_slots), CAPACITY, "gradient")
+    outputs, sites = _rewritten(program, "dropless", inputs)
+    assert [site.semantics for site in sites] == ["exact", "exact"]
+    assert_close(outputs, quick_jit(program)(*inputs), 2e-5)
+
+
+@pytest.mark.usefixtures("x64")
+def test_means_over_layers_and_dead_metrics_ask_nothing_of_the_capacity():
+    """Three layers' losses are averaged; a mean over slots is computed, but nobody reads it."""
+
+    def balance(dispatch, combine, position, capacity):
+        _ = dispatch.sum(0).mean()
+        return {"balance": EXPERTS * jnp.square(dispatch.sum((0, 2)) / (2 * TOKENS)).sum()}
+
+    def layer(params, x, capacity):
+        losses = []
+        for _ in range(3):
+            x, metrics = _layer(metrics=balance)(params, jnp.tanh(x), capacity)
+            losses.append(metrics["balance"])
+        return x, {"balance": sum(losses) / len(losses)}
+
+    inputs = _inputs(jnp.float64)
+    outputs, sites = _rewritten(_program(layer, CAPACITY, "gradient"), "dropless", inputs)
+    assert [site.semantics for site in sites] == ["dropless"] * 3
+    assert_close(outputs, quick_jit(_program(layer, LOOSE, "gradient"))(*inputs), 1e-10)
 
 
 # --- unusual layers: rewritten or kept, but right

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from moe_xla import ops
 from moe_xla.passes.recover.interpret import Recovery
+from moe_xla.passes.recover.loads import Numbers, is_capacity, numbers_of_layers
 from moe_xla.passes.recover.nodes import (
     Ein,
     Node,
@@ -113,6 +114,7 @@ class Emitter:
         self.stack: list[Step | Scope] = [] if within is None else [within]
         self.tokens: list[tuple[Node, int]] = []
         self._latest: Any = None
+        self._known_numbers: dict[Any, Numbers] | None = None
         self.flops: list[tuple[Node, int]] = []
         self.backends: list[tuple[Node, str]] = []
         self._fed: dict[Scope, list[Feed]] = {}
@@ -143,6 +145,21 @@ class Emitter:
         sites = frozenset(known[i.node] for i in indices if i.node in known)
         if sites:
             raise Refusal(sites, reason, self.asker())
+
+    def is_position_safe(self, name: str, numbers: Iterable[float | None], sites: frozenset[Any]) -> bool:
+        """Whether an operation may see the queue positions of `sites` beside the literals `numbers`.
+
+        In dropless none may ask whether a position exceeds the capacity, or measure it by what may be the capacity.
+        """
+        session = self.recovery.session
+        roots = {session.root(s) for s in sites if session.is_dropless(s)}
+        if not roots:
+            return True
+        if self._known_numbers is None:
+            self._known_numbers = numbers_of_layers(session)
+        known = [self._known_numbers[root] for root in roots if root in self._known_numbers]
+        met = any(is_capacity(name, n, layer) for n in numbers if n is not None for layer in known)
+        return name in POSITION_SAFE and not met
 
     def asker(self) -> Step | Scope | None:
         """The equation or body that is being emitted."""

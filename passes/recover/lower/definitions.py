@@ -12,9 +12,9 @@ from jax import numpy as jnp
 
 from moe_xla import ops
 from moe_xla.passes.recover.facts import rank_of, rank_sites, tainting_sites
+from moe_xla.passes.recover.loads import literal_number
 from moe_xla.passes.recover.lower.arrays import arranged, matched, pad, spread, take_rows
 from moe_xla.passes.recover.lower.base import (
-    POSITION_SAFE,
     Emitter,
     Refusal,
 )
@@ -80,10 +80,8 @@ class DefinitionEmitter(Emitter):
         return self.apply(node, [self.fetch(op, node.variables) for op in node.operands], node.shape)
 
     def check_positions(self, node: Map) -> None:
-        if node.name in POSITION_SAFE:
-            return
         sites = frozenset().union(*(tainting_sites(self.graph, op.node) for op in node.operands))
-        if any(self.recovery.session.is_dropless(s) for s in sites):
+        if not self.is_position_safe(node.name, map(literal_number, node.operands), sites):
             step = self.asker()
             raise Refusal(sites, f"{node.name} looks at queue positions in a way that depends on the capacity", step)
 

@@ -13,8 +13,8 @@ from jax import numpy as jnp
 from moe_xla.passes._jax import bind_checkpoint, bind_equation
 from moe_xla.passes.recover.facts import direct_operands
 from moe_xla.passes.recover.interpret import Recovery
+from moe_xla.passes.recover.loads import number_of
 from moe_xla.passes.recover.lower.base import (
-    POSITION_SAFE,
     Refusal,
 )
 from moe_xla.passes.recover.lower.sums import SumEmitter
@@ -117,7 +117,7 @@ class Lowering(SumEmitter):
     def _is_safe(self, step: Step) -> bool:
         """Whether a step may see the positions that flow into it (in dropless, none that asks for the capacity)."""
         sites = frozenset().union(*(w.tainted for w in step.inputs))
-        return step.name in POSITION_SAFE or not any(self.recovery.session.is_dropless(s) for s in sites)
+        return self.is_position_safe(step.name, map(number_of, step.inputs), sites)
 
     def array(self, wire: Wire) -> Any:
         """The array of a wire in the rewritten program."""
