@@ -238,7 +238,7 @@ def assignments_of(rank: Rank) -> int:
 def choices_of(graph: Graph, rank: Rank) -> int:
     """How many different experts a token is known to choose in the index that is counted."""
     fact = distinct_of(graph, rank.index.factor)
-    return fact.along.size if fact is not None else 1
+    return fact.along.size if fact is not None and isinstance(fact.along, Var) else 1
 
 
 def bound_of(graph: Graph, factor: Factor) -> int | None:

@@ -49,6 +49,8 @@ INLINED = {
     "core_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",  # jax 0.12
 }
+# Every element of their results is one of their operands'.
+_REARRANGING = frozenset({"concatenate", "stack", "unstack", "split", "slice", "squeeze", "rev"})
 STRUCTURAL = frozenset({"broadcast_in_dim", "transpose", "reshape", "squeeze", "iota"})
 
 
@@ -294,7 +296,7 @@ class Recovery:
     def _rule_values(self, step: Step) -> list[Value] | None:
         name = step.name
         boring = all(is_boring(w.value) for w in step.inputs)
-        if boring and not (name in STRUCTURAL or (name in ELEMENTWISE and self._is_symbolic(step))):
+        if boring and not self._is_worthwhile(step):
             return None
         rule = TABLE.get(name)
         if rule is None or any(math.prod(w.shape) == 0 for w in (*step.inputs, *step.outputs)):
@@ -349,8 +351,12 @@ class Recovery:
         is_mask = value.background is None and not wire.slots and len(value.pieces) == 1
         return prefix.rows_of(wire, axis) if is_mask and axis >= 0 else None
 
-    def _is_symbolic(self, step: Step) -> bool:
-        """Whether an elementwise operation on arrays is worth a definition: indices, masks and literals are."""
+    def _is_worthwhile(self, step: Step) -> bool:
+        """Whether an operation on arrays is worth a definition: of indices, masks and literals."""
+        if step.name in STRUCTURAL or _picks_choices(step):
+            return True
+        if step.name not in ELEMENTWISE:
+            return False
         if all(w.value is not None and literal(w.value.factor) is not None for w in step.inputs):
             return True
         kinds = [w.dtype for w in (*step.inputs, *step.outputs)]
@@ -427,7 +433,7 @@ class Recovery:
             axis = step.eqn.params.get("axis", len(shape) - 1) % len(shape)
             self.graph.bounds[node] = shape[axis]
             self.graph.distinct[node] = axis
-        elif step.name == "concatenate" and is_integer(wire.dtype):
+        elif step.name in _REARRANGING and is_integer(wire.dtype):
             bounds = [
                 bound_of(self.graph, w.value.factor) if w.value and w.value.is_plain else None for w in step.inputs
             ]
@@ -448,6 +454,14 @@ def _uses(jaxpr: Any) -> collections.Counter[Any]:
 
 def _is_live(eqn: Any, uses: collections.Counter[Any]) -> bool:
     return bool(eqn.effects) or any(uses[v] for v in eqn.outvars)
+
+
+def _picks_choices(step: Step) -> bool:
+    """Whether an equation takes single columns of an array of integers: the first choices, the second ones."""
+    if step.name not in ("slice", "unstack") or not is_integer(step.inputs[0].dtype):
+        return False
+    widths = zip(step.inputs[0].shape, step.outputs[0].shape, strict=False)
+    return step.name == "unstack" or all(new in (old, 1) for old, new in widths)
 
 
 def is_boring(value: Value | None) -> bool:

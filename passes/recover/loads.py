@@ -28,6 +28,7 @@ _REDUCING = frozenset({"reduce_sum", "reduce_max", "reduce_min", "cumsum"})
 _PASSING = frozenset(
     [
         *("convert_element_type", "broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "concatenate", "neg"),
+        *("stack", "unstack", "split", "pad", "rev", "dynamic_slice", "gather"),
         *("select_n", "sqrt", "rsqrt", "square", "integer_pow", "abs", "add_any", "copy", "stop_gradient"),
     ]
 )

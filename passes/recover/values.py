@@ -902,7 +902,7 @@ def normalised(graph: Graph, value: Value) -> Value:
     """The simplest form of a value: plain where it can be, one array where only its index structure is left."""
     if value.is_plain:
         return value
-    if value.background is not None and _fills_all(value):
+    if value.background is not None and fills_all(value):
         value = dataclasses.replace(value, background=None)
     if value.background is not None:
         if all(literal(g) is None for p in value.pieces for g in p.guards):
@@ -916,7 +916,7 @@ def normalised(graph: Graph, value: Value) -> Value:
         return of_literal(graph, 0, value.shape, value.dtype)
     value = Value(value.shape, value.dtype, pieces)
     if not any(has_idx(a) for p in pieces for a in p.axes):
-        return _as_plain(graph, value)
+        return value if len(pieces) > 1 and _is_patched(graph, value) else _as_plain(graph, value)
     if has_slots(graph, value) or is_boolean(value.dtype):
         return value
     if any(p.equalities or _is_outer(p) for p in pieces) or has_unique_cells(graph, value):
@@ -924,13 +924,22 @@ def normalised(graph: Graph, value: Value) -> Value:
     return scattered(graph, value)
 
 
-def _fills_all(value: Value) -> bool:
-    """Whether a piece hits every cell, so that nothing is left to the background."""
-    if len(value.pieces) != 1:
-        return False
-    piece = value.pieces[0]
-    free = not (piece.guards or piece.equalities or piece.hidden or piece.points)
-    return free and not any(isinstance(part, Const) for a in piece.axes for part in parts_of(a))
+def fills_all(value: Value) -> bool:
+    """Whether pieces that never share a cell hit every cell, so that nothing is left to the background."""
+    hit = 0
+    for piece in value.pieces:
+        parts = [part for a in piece.axes for part in parts_of(a) if part.size != 1]
+        variables = [part for part in parts if isinstance(part, Var)]
+        if piece.guards or piece.equalities or piece.hidden or piece.points or len(set(variables)) != len(variables):
+            return False
+        hit += math.prod(v.size for v in variables)
+    return hit == cells(value)
+
+
+def _is_patched(graph: Graph, value: Value) -> bool:
+    """Whether queue positions stand side by side at fixed places, as `stack` puts them."""
+    fixed = all(any(isinstance(t, Const) and t.size != 1 for a in p.axes for t in parts_of(a)) for p in value.pieces)
+    return fixed and any(depends_on_rank(graph, f.node) for p in value.pieces for f in p.factors)
 
 
 def _as_plain(graph: Graph, value: Value) -> Value:
@@ -945,10 +954,24 @@ def _as_plain(graph: Graph, value: Value) -> Value:
             used = tuple(v for v in piece.variables if v not in piece.hidden)
             node = graph.ein(used, piece.factors, piece.guards, frozenset(), piece.coef, value.dtype)
             piece = Piece(piece.axes, (Factor(node, used),))
-        term = plain(value.shape, piece.axes, materialised(graph, piece, value.dtype))
+        term = _placed(graph, value.shape, piece.axes, materialised(graph, piece, value.dtype))
         total = term if total is None else plain_map(graph, prim, {}, [total, term], value.shape, value.dtype)
     assert total is not None
     return total
+
+
+def _placed(graph: Graph, shape: Sequence[int], axes: Sequence[Term], data: Factor) -> Value:
+    """Data as one array; where an axis is a fixed place, it is zero in the others."""
+    if not any(isinstance(t, Const) and t.size != 1 for a in axes for t in parts_of(a)):
+        return plain(shape, axes, data)
+    parts = [list(parts_of(a)) for a in axes]
+    flat = [t for ts in parts for t in ts]
+    node = graph.ein([UNIT if isinstance(t, Const) else t for t in flat], [data], (), frozenset(), 1, data.node.dtype)
+    for i, term in enumerate(flat):
+        if isinstance(term, Const) and term.size != 1:
+            node = graph.pad(node, i, term.value, term.size - term.value - 1)
+    whole = [[fresh_axis(t.size) for t in ts] for ts in parts]
+    return plain(shape, [flatten(ts) for ts in whole], Factor(node, tuple(t for ts in whole for t in ts)))
 
 
 def _is_outer(piece: Piece) -> bool:

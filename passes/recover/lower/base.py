@@ -49,6 +49,8 @@ POSITION_SAFE = frozenset(
         "sqrt",
         "dot_general",
         "concatenate",
+        "stack",
+        "unstack",
         "slice",
         "stop_gradient",
         "copy",

@@ -22,6 +22,7 @@ from moe_xla.passes.recover.values import (
     Value,
     align,
     at_places_of,
+    fills_all,
     has_unique_cells,
     is_dead,
     literal_of,
@@ -212,7 +213,7 @@ def _with_background(
         if literal_of(background) is not None and literal_of(background) == 0:
             background = None
     result = Value(tuple(shape), dtype, tuple(pieces), background)
-    return normalised(graph, result) if background is None else result
+    return normalised(graph, result) if background is None or fills_all(result) else result
 
 
 def spread(value: Value, shape: Sequence[int]) -> Value:

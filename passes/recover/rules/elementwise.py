@@ -30,6 +30,7 @@ from moe_xla.passes.recover.values import (
     cancelled,
     cast,
     components,
+    fills_all,
     has_unique_cells,
     literal_of,
     materialised,
@@ -173,7 +174,7 @@ def _delta_along(context: Context, index: Value, axis: int, shape: Sequence[int]
     for piece in index.pieces:
         data = materialised(graph, piece.replace(guards=()) if not index.is_plain else piece, index.dtype)
         pieces.append(_standing_at(graph, piece, data, axis, shape[axis]))
-    if not index.is_plain and (base is None or 0 <= base < shape[axis]):
+    if not (index.is_plain or fills_all(index)) and (base is None or 0 <= base < shape[axis]):
         # Cells that the index leaves at its background stand at that place too.
         if base is None:
             return None

@@ -1,4 +1,5 @@
-"""Rules that only rename places: broadcast, transpose, reshape, squeeze, slice, pad, concatenate, split, iota."""
+"""Rules that only rename places: broadcast, transpose, reshape, squeeze, slice, pad, concatenate, stack,
+split, unstack, iota."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 import jax.extend.core.primitives as prims
 import numpy as np
 
-from moe_xla.passes.recover.nodes import Graph, literal
+from moe_xla.passes.recover.facts import depends_on_rank
+from moe_xla.passes.recover.nodes import Graph
 from moe_xla.passes.recover.rules.table import Context, rule
 from moe_xla.passes.recover.terms import (
     UNIT,
@@ -63,7 +65,11 @@ def transpose(context: Context, eqn: Any, value: Value) -> Value:
 
 @rule("squeeze")
 def squeeze(context: Context, eqn: Any, value: Value) -> Value:
-    gone = {d % len(value.shape) for d in eqn.params["dimensions"]}
+    return _without(context, value, {d % len(value.shape) for d in eqn.params["dimensions"]})
+
+
+def _without(context: Context, value: Value, gone: set[int]) -> Value:
+    """The value without some axes of length 1."""
     kept = [i for i in range(len(value.shape)) if i not in gone]
     result = value.map_pieces([value.shape[i] for i in kept], lambda p: _drop_unit_axes(context.graph, p, gone))
     return normalised(context.graph, result)
@@ -246,25 +252,56 @@ def _padded_axis(graph: Graph, piece: Piece, i: int, low: int, high: int, dtype:
 
 @rule("concatenate")
 def concatenate(context: Context, eqn: Any, *values: Value) -> Value:
-    axis = eqn.params["dimension"]
-    shape = list(values[0].shape)
-    total = shape[axis] = sum(v.shape[axis] for v in values)
-    if all(v.is_plain for v in values) or any(v.background is not None for v in values):
-        raise NoRule("a concatenation of arrays")
+    axis, shape = eqn.params["dimension"], eqn.outvars[0].aval.shape
+    _check_parts(context, values)
     pieces: list[Piece] = []
     offset = 0
     sizes = {v.shape[axis] for v in values}
     for k, value in enumerate(values):
-        if value.is_plain and literal(value.factor) is not None and literal(value.factor) == 0:
+        if _is_zero(value):
             pass
         elif len(sizes) == 1:
             pieces += [_with_axis(p, axis, flatten((Const(k, len(values)), p.axes[axis]))) for p in value.pieces]
         else:
             config = [(0, 0, 0)] * len(shape)
-            config[axis] = (offset, total - offset - value.shape[axis], 0)
+            config[axis] = (offset, shape[axis] - offset - value.shape[axis], 0)
             pieces += _padded(context.graph, value, config).pieces
         offset += value.shape[axis]
-    return normalised(context.graph, Value(tuple(shape), values[0].dtype, tuple(pieces)))
+    return _joined(context, values, shape, pieces)
+
+
+@rule("stack")
+def stack(context: Context, eqn: Any, *values: Value) -> Value:
+    axis, shape = eqn.params["axis"], eqn.outvars[0].aval.shape
+    _check_parts(context, values)
+    pieces = [
+        p.replace(axes=(*p.axes[:axis], Const(k, len(values)), *p.axes[axis:]))
+        for k, value in enumerate(values)
+        if not _is_zero(value)
+        for p in value.pieces
+    ]
+    return _joined(context, values, shape, pieces)
+
+
+def _are_positions(context: Context, values: Sequence[Value]) -> bool:
+    return all(v.is_plain and depends_on_rank(context.graph, v.factor.node) for v in values)
+
+
+def _check_parts(context: Context, values: Sequence[Value]) -> None:
+    """Ordinary arrays stay one array, unless they are queue positions; nothing may have a background."""
+    ordinary = all(v.is_plain for v in values) and not _are_positions(context, values)
+    if ordinary or any(v.background is not None for v in values):
+        raise NoRule("arrays put side by side")
+
+
+def _is_zero(value: Value) -> bool:
+    return literal_of(value) is not None and literal_of(value) == 0
+
+
+def _joined(context: Context, values: Sequence[Value], shape: Sequence[int], pieces: Sequence[Piece]) -> Value:
+    result = Value(tuple(shape), values[0].dtype, tuple(pieces))
+    # Masked positions are 0 where the mask fails, and that must stay said in their factors: they fill every cell.
+    return result if _are_positions(context, values) else normalised(context.graph, result)
 
 
 @rule("split")
@@ -284,3 +321,12 @@ def iota(context: Context, eqn: Any) -> Value:
     if shape[dim] == 1:
         return plain(shape, axes, context.graph.lit(0, dtype))
     return plain(shape, axes, Factor(context.graph.iota(shape[dim], dtype), (axes[dim],)))
+
+
+@rule("unstack")
+def unstack(context: Context, eqn: Any, value: Value) -> list[Value]:
+    axis, results = eqn.params["axis"], []
+    for k in range(value.shape[axis]):
+        ranges = [(k, k + 1) if i == axis else (0, n) for i, n in enumerate(value.shape)]
+        results.append(_without(context, _sliced(context, value, ranges), {axis}))
+    return results
