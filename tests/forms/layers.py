@@ -204,6 +204,44 @@ def gshard_flat_int(params, x, capacity):
     return y, {"counts": counts, "kept": mask1.sum(0) + mask2.sum(0), "queue_length": queue_length}
 
 
+def _joined_masks(join, filtered, gate, index, mask1, mask2, position1, position2, capacity):
+    """hot [t,2,e], position [t,2] and keep [t,2] of first and second choices, put side by side in one of three ways."""
+    own = [jnp.sum(p * m, axis=-1) for p, m in ((position1, mask1), (position2, mask2))]
+    if join == "masks":
+        if filtered:
+            mask1, mask2 = mask1 * (position1 < capacity), mask2 * (position2 < capacity)
+        return jnp.stack([mask1, mask2], axis=1), jnp.stack(own, axis=1), None
+    if join == "stack":
+        position = jnp.stack(own, axis=-1)
+    elif join == "columns":
+        position = jnp.concatenate([own[0][:, None], own[1][:, None]], axis=1)
+    else:
+        position = jnp.concatenate(own).reshape(2, -1).T
+    return one_hot(index, EXPERTS, dtype=jnp.int32), position, position < capacity if filtered else None
+
+
+def gshard_joined(params, x, capacity, *, join, filtered):
+    """Two queues by themselves; one_hot of the positions of both at once."""
+    gate, index, _ = composed.softmax_normalised(params, x, 2)
+    mask1, mask2 = (one_hot(index[:, k], EXPERTS, dtype=jnp.int32) for k in range(2))
+    position1 = jnp.cumsum(mask1, axis=0) - 1
+    position2 = jnp.cumsum(mask2, axis=0) - 1 + mask1.sum(axis=0)
+    hot, position, keep = _joined_masks(join, filtered, gate, index, mask1, mask2, position1, position2, capacity)
+    slot = one_hot(position, capacity, dtype=x.dtype)
+    dispatch, combine = composed.build_masks(Masks(), gate, hot.astype(x.dtype), slot, keep)
+    y = jnp.einsum("tec,ecd->td", combine, composed.biased(params, jnp.einsum("tec,td->ecd", dispatch, x)))
+    return y, {"load": hot.sum((0, 1))}
+
+
+for _join, _filtered in (("stack", False), ("stack", True), ("columns", True), ("rows", False), ("masks", True)):
+    form(
+        f"gshard_{_join}{'_filtered' if _filtered else ''}",
+        "first and second choices queue apart and are put side by side",
+        choices=2,
+        dense=dense_of(composed.softmax_normalised, composed.biased, 2),
+    )(functools.partial(gshard_joined, join=_join, filtered=_filtered))
+
+
 @form(
     "grouped_top2_metrics",
     "grouped, metrics of the hidden buffer and of the drops",
