@@ -187,9 +187,9 @@ def _hot(index, dtype=jnp.int32):
     return one_hot(index, EXPERTS, dtype=dtype)
 
 
-def _queue(index_tk):
+def _queue(index_tk, experts=EXPERTS):
     """Positions in token-major order, from 0."""
-    queue = _hot(index_tk.reshape(-1))
+    queue = one_hot(index_tk.reshape(-1), experts, dtype=jnp.int32)
     return jnp.sum((jnp.cumsum(queue, axis=0) - 1) * queue, axis=-1).reshape(index_tk.shape)
 
 
@@ -985,3 +985,28 @@ def test_unusual_layers_drop(name):
 
 def test_sizes_are_distinct():
     assert len({CAPACITY, TOKENS, EXPERTS, MODEL, HIDDEN, 2 * TOKENS}) == 6
+
+
+def test_masks_of_very_many_terms_are_kept():
+    """Twelve choices added up one by one have 144 products in the gradient: refused before they are worked out."""
+    experts, choices, tokens = 16, 12, 20
+    _, x = init_layer(np.random.default_rng(5), jnp.float32, (tokens,))
+    wg = jnp.asarray(np.random.default_rng(6).normal(size=(MODEL, experts)), jnp.float32)
+    w = jnp.asarray(np.random.default_rng(7).normal(size=(experts, MODEL, MODEL)), jnp.float32)
+
+    def loss(wg, w, x):
+        gate, index = lax.top_k(jax.nn.softmax(x @ wg), choices)
+        position = _queue(index, experts)
+        combine = sum(
+            gate[:, k, None, None]
+            * one_hot(index[:, k], experts)[:, :, None]
+            * one_hot(position[:, k], CAPACITY)[:, None]
+            for k in range(choices)
+        )
+        out = jnp.einsum("ecd,edf->ecf", jnp.einsum("tec,td->ecd", combine > 0, x), w)
+        return jnp.square(jnp.einsum("tec,ecf->tf", combine, jnp.tanh(out))).sum()
+
+    program = jax.value_and_grad(loss, argnums=(0, 1, 2))
+    outputs, sites = _rewritten(program, "exact", (wg, w, x))
+    assert [(site.status, site.reason) for site in sites] == [("kept", "a product of sums of 12 and 12 terms")]
+    assert_close(outputs, quick_jit(program)(wg, w, x), 2e-5)

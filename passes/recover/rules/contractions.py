@@ -39,6 +39,9 @@ from moe_xla.passes.recover.values import (
 )
 
 AxisPairs = Sequence[tuple[int, int]]
+# Masks of 11 choices that a program adds up one by one have 121 products in the gradient of their weights; what needs
+# more would take minutes to work out.
+_MOST_PRODUCTS = 128
 
 
 def multiplied(context: Context, left: Value, right: Value, shape: Sequence[int], dtype: Any) -> Value:
@@ -62,6 +65,8 @@ def product(
     dtype: Any,
 ) -> Value:
     """Σ over joined axes that are not in `out` of left · right; both without background."""
+    if len(left.pieces) * len(right.pieces) > _MOST_PRODUCTS:
+        raise NoRule(f"a product of sums of {len(left.pieces)} and {len(right.pieces)} terms")
     left, right = cast(context.graph, left, dtype), cast(context.graph, right, dtype)
     endless = [
         (a, b)
