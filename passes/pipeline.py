@@ -126,6 +126,16 @@ def _attempt(
 ) -> _Emission | Refusal | None:
     """One walk and emission with the modes of `session`: the program, why not, or None where no layer is left."""
     recovery = Recovery(session)
+    try:
+        return _recovered(closed, recovery, layers, backend)
+    finally:
+        recovery.release()
+
+
+def _recovered(
+    closed: jex.core.ClosedJaxpr, recovery: Recovery, layers: dict[Any, _Layer], backend: str
+) -> _Emission | Refusal | None:
+    session = recovery.session
     inputs = [recovery.input(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
     consts = [recovery.input(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.constvars]
     try:

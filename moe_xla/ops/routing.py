@@ -6,6 +6,7 @@ are sorted by expert, in the order of the assignments within an expert; assignme
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +56,11 @@ def plan(expert_index: Any, num_experts: int) -> Plan:
       ValueError: `num_experts` is negative.
     """
     experts = checks.count("num_experts", num_experts)
-    index = checks.int_array("expert_index", expert_index)
+    return _plan(checks.int_array("expert_index", expert_index), experts)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _plan(index: jax.Array, experts: int) -> Plan:
     index = lax.reshape(index, (index.size,))
     key = lax.select((index >= 0) & (index < experts), index, lax.full_like(index, experts))
     permutation = _stable_argsort(key, experts + 1)
@@ -121,6 +126,11 @@ def rank(routing: Plan) -> jax.Array:
       TypeError, ValueError: `routing` is not a `Plan`.
     """
     _, inverse, group_sizes = checked(routing)
+    return _rank(inverse, group_sizes)
+
+
+@jax.jit
+def _rank(inverse: jax.Array, group_sizes: jax.Array) -> jax.Array:
     return inverse - _last_end(inverse, group_ends(group_sizes, inverse.size))
 
 

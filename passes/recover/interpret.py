@@ -156,6 +156,16 @@ class Recovery:
         self._path, self._uses = path, uses
         return [read(a) for a in jaxpr.outvars]
 
+    def release(self) -> None:
+        """Forgets everything, so that the memory is free at once and Python need not search it for cycles."""
+        for step in self.steps:
+            if isinstance(step, Scope):
+                step.recovery.release()
+            for wire in step.outputs:
+                wire.value = wire.definition = wire.step = None
+        self.graph.release()
+        self.ranges.clear()
+
     def _equation(self, eqn: Any, inputs: Sequence[Wire]) -> list[Wire]:
         name = eqn.primitive.name
         if name in INLINED and self._is_telling(eqn.params[INLINED[name]], inputs):

@@ -10,6 +10,7 @@ table that makes them and folds what can be folded while making them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -235,19 +236,23 @@ def is_map(factor: Factor, *names: str) -> bool:
     return isinstance(factor.node, Map) and factor.node.name in names
 
 
+@functools.cache
 def is_extended(dtype: Any) -> bool:
     """Whether the dtype is one of jax's extended ones (PRNG keys), which numpy does not know."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.extended))
 
 
+@functools.cache
 def is_integer(dtype: Any) -> bool:
     return not is_extended(dtype) and np.dtype(dtype).kind in "iu"
 
 
+@functools.cache
 def is_boolean(dtype: Any) -> bool:
     return not is_extended(dtype) and np.dtype(dtype) == np.bool_
 
 
+@functools.cache
 def is_floating(dtype: Any) -> bool:
     return not is_extended(dtype) and bool(jnp.issubdtype(dtype, jnp.inexact))
 
@@ -315,6 +320,15 @@ class Graph:
         self.bounds: dict[Node, int] = {}
         self.distinct: dict[Node, int] = {}
         self._compare_hook = compare_hook
+
+    def release(self) -> None:
+        """Forgets all nodes."""
+        for node in self._table.values():
+            node.origin = None
+            if isinstance(node, Leaf):
+                node.wire = None
+        for known in (self._table, self.memo, self.bounds, self.distinct):
+            known.clear()
 
     def _cons(self, key: Any, make: Callable[[], Node]) -> Node:
         node = self._table.get(key)

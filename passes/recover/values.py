@@ -264,6 +264,8 @@ def solve(graph: Graph, solved: dict[Var, Term], equal: set[tuple[Idx, Term]], p
     while True:
         equal = {(resolve(a, solved), resolve(b, solved)) for a, b in equal}  # type: ignore[misc]
         equal = _whole({(a, b) for a, b in equal if not same_term(graph, a, b)})
+        if not equal:
+            return frozenset()
         held = held_factors(graph, [p.substitute({v: resolve(v, solved) for v in p.variables}) for p in pieces])
         for pair in sorted(equal, key=repr):
             if _discharge(graph, pair, equal, held, solved):

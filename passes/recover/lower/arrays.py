@@ -19,9 +19,6 @@ def spread(data: Any, shape: Sequence[int]) -> Any:
     """An array with axes of length 1, or without axes, broadcast to `shape`."""
     if tuple(data.shape) == tuple(shape):
         return data
-    if 1 in data.shape:
-        kept = [i for i, n in enumerate(data.shape) if n != 1 or shape[i] == 1]
-        return lax.broadcast_in_dim(lax.reshape(data, [data.shape[i] for i in kept]), tuple(shape), kept)
     return lax.broadcast_in_dim(data, tuple(shape), range(data.ndim))
 
 
@@ -69,6 +66,15 @@ def take_rows(table: jax.Array, index: jax.Array, unique: bool = False) -> jax.A
         unique_indices=unique,
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
+
+
+@jax.jit
+def ordered_after(sizes: jax.Array, latest: jax.Array) -> jax.Array:
+    """`sizes`, known only after the floating-point array `latest`."""
+    element = lax.reshape(lax.slice(latest, (0,) * latest.ndim, (1,) * latest.ndim), ())
+    product = lax.mul(element, lax.full_like(element, 0))  # zero, or NaN: nothing that XLA may take for a constant
+    zero = lax.select(lax.eq(product, product), product, lax.full_like(product, 0))
+    return sizes + lax.convert_element_type(zero, sizes.dtype)
 
 
 def pad(data: Any, axis: int, low: int, high: int) -> Any:

@@ -12,7 +12,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from moe_xla import ops
-from moe_xla.passes.recover.lower.arrays import arranged, matched, pad, spread, take_rows, where
+from moe_xla.passes.recover.lower.arrays import arranged, matched, ordered_after, pad, spread, take_rows, where
 from moe_xla.passes.recover.lower.base import (
     Grouping,
     Layout,
@@ -201,10 +201,7 @@ class RowEmitter(DefinitionEmitter):
         sizes = self.plan(routing).group_sizes
         if self._latest is None or jax.default_backend() != "cpu" or not is_floating(self._latest.dtype):
             return sizes
-        element = lax.reshape(lax.slice(self._latest, (0,) * self._latest.ndim, (1,) * self._latest.ndim), ())
-        product = lax.mul(element, lax.full_like(element, 0))  # zero, or NaN: nothing that XLA may take for a constant
-        zero = lax.select(lax.eq(product, product), product, lax.full_like(product, 0))
-        return sizes + lax.convert_element_type(zero, sizes.dtype)
+        return ordered_after(sizes, self._latest)
 
     def note_matmul(self, routing: Routing, sizes: tuple[int, int, int], dtypes: Sequence[Any]) -> None:
         need = ops.Need(jax.default_backend(), tuple(np.dtype(d) for d in dtypes), sizes[1], sizes[2])

@@ -102,6 +102,8 @@ def _cut(graph: Graph, values: list[Value], structured: list[int]) -> list[Value
 
 
 def _parts(graph: Graph, others: Sequence[Piece], piece: Piece) -> list[Piece]:
+    if any(at_places_of(graph, other, piece) is not None for other in others):
+        return [piece]
     for other in others:
         whole = piece.renamed()
         try:
