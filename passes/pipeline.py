@@ -200,7 +200,7 @@ def _capacity_in_use(session: Session) -> Refusal | None:
     """In dropless, counts of rows must not meet a number that is the capacity."""
     numbers = numbers_of_layers(session)
     for use in session.literal_uses:
-        for root in {session.root(session.indices[n]) for n in use.indices if n in session.indices}:
+        for root in {session.root(s) for key in use.indices for s in session.sites_of(key)}:
             if root in numbers and is_use_of_capacity(use, numbers[root]):
                 reason = f"{use.step.name} of counted rows and {use.number:g}, which may come from the capacity"
                 return Refusal(frozenset({root}), reason, use.step)
@@ -246,11 +246,11 @@ def _emit(
 
 
 def _by_layer(session: Session, table: Sequence[tuple[Any, Any]]) -> dict[Any, list[Any]]:
-    """What the lowering noted of index nodes, by the layer whose queue the index belongs to."""
+    """What the lowering noted of indices, by the layer whose queue the index belongs to."""
     result: dict[Any, list[Any]] = {}
-    for node, entry in table:
-        if node in session.indices:
-            result.setdefault(session.root(session.indices[node]), []).append(entry)
+    for key, entry in table:
+        for root in {session.root(s) for s in session.sites_of(key)}:
+            result.setdefault(root, []).append(entry)
     return result
 
 

@@ -88,7 +88,7 @@ class Recovery:
         """A queue counted twice is one queue: both equations are one layer."""
         self.session.unite(frozenset({rank.site, site}))
         self.session.ranks.append((graph, rank))
-        self.session.note_index(rank.index.node, rank.site)
+        self.session.note_index(rank.index, rank.site)
 
     def _source(self, eqn: Any) -> Any:
         """The equation that knows the user's line: library functions of jax are known by the call that holds them."""

@@ -19,7 +19,7 @@ from moe_xla.passes.recover.facts import assignments_of, choices_of
 from moe_xla.passes.recover.nodes import Graph, literal
 from moe_xla.passes.recover.program import Step, Wire
 from moe_xla.passes.recover.session import Path, Session
-from moe_xla.passes.recover.terms import Factor, Idx, parts_of
+from moe_xla.passes.recover.terms import Factor, Idx, IndexKey, key_of, parts_of
 from moe_xla.passes.recover.values import Value, is_slot
 
 _SCALING = frozenset({"mul", "div"})
@@ -93,12 +93,12 @@ def numbers_of_layers(session: Session) -> dict[Path, Numbers]:
 
 
 class LiteralUse(NamedTuple):
-    """A number that meets counts of rows, those of the index nodes `indices`, in `step`.
+    """A number that meets counts of rows, those counted by `indices`, in `step`.
 
     `mean` says whether it makes a mean of what was summed: "slots" over slots too, "other" over other axes only.
     """
 
-    indices: frozenset[Any]
+    indices: frozenset[IndexKey]
     number: float
     mean: str | None
     step: Step
@@ -160,10 +160,10 @@ def is_capacity(operation: str, number: float, known: Numbers) -> bool:
     return exact and known.hold(round(inverse)) and not known.name(round(inverse))
 
 
-def _indices(value: Value) -> frozenset[Any]:
-    """The index nodes of the places at which a value stands."""
+def _indices(value: Value) -> frozenset[IndexKey]:
+    """The indices of the places at which a value stands."""
     places = [p for piece in value.pieces for a in piece.axes for p in parts_of(a)]
-    return frozenset(p.node for p in places if isinstance(p, Idx))
+    return frozenset(key_of(p) for p in places if isinstance(p, Idx))
 
 
 def _reduced_cells(graph: Graph, step: Step) -> tuple[float, str]:

@@ -161,7 +161,7 @@ class Translator:
         used = vars_of([index, *(a for g in guards for a in g.args)])
         batch = [v for v in used if v not in order and v not in many]
         counts = self.target.rank(index, batch, order, many, guards, node.dtype, node.site)  # type: ignore[arg-type]
-        self.session.note_index(index.node, node.site)
+        self.session.note_index(index, node.site)
         back = {names[v]: self.term(t) for v, t in places.items() if not isinstance(t, Var)}
         args = tuple(back.get(v, v) for v in counts.args)
         return Factor(counts.node, (*args, self.term(factor.args[-1])))

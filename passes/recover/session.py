@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+from moe_xla.passes.recover.terms import Idx, IndexKey, key_of
+
 Path = tuple[int, ...]
 
 
@@ -35,7 +37,7 @@ class Session:
     literal_uses: list[Any] = dataclasses.field(default_factory=list)
     slot_wires: list[Any] = dataclasses.field(default_factory=list)
     ranks: list[Any] = dataclasses.field(default_factory=list)
-    indices: dict[Any, Path] = dataclasses.field(default_factory=dict)
+    indices: dict[Any, dict[IndexKey, Path]] = dataclasses.field(default_factory=dict)
     unentered: Any = None
     unstacked: dict[int, int] = dataclasses.field(default_factory=dict)
     _numbers: dict[Any, int] = dataclasses.field(default_factory=dict)
@@ -70,9 +72,17 @@ class Session:
                 by_root.setdefault(self.root(site), []).extend(thresholds)
         return by_root
 
-    def note_index(self, node: Any, site: Path) -> None:
-        """The queue of `site` is counted by the index `node`."""
-        self.indices[node] = site
+    def note_index(self, index: Idx, site: Path) -> None:
+        """The queue of `site` is counted by `index`."""
+        key = key_of(index)
+        self.indices.setdefault(key.node, {})[key] = site
+
+    def sites_of(self, key: IndexKey) -> frozenset[Path]:
+        """The sites whose queues are counted by an index, or by one that has assignments in common with it."""
+        known = self.indices.get(key.node, {})
+        if key in known:
+            return frozenset({known[key]})
+        return frozenset(site for other, site in known.items() if key.may_be(other))
 
     def root(self, site: Path) -> Path:
         while site in self._parents:

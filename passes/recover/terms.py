@@ -94,6 +94,23 @@ class Factor(NamedTuple):
         return f"{self.node!r}({','.join(map(repr, self.args))})"
 
 
+class IndexKey(NamedTuple):
+    """Which part of an index is meant, whatever its variables are called: `places` has what is fixed, else None."""
+
+    node: Node
+    places: tuple[int | None, ...]
+
+    def may_be(self, other: IndexKey) -> bool:
+        """Whether the two have assignments in common."""
+        pairs = zip(self.places, other.places, strict=True)
+        return self.node is other.node and all(a is None or b is None or a == b for a, b in pairs)
+
+
+def key_of(index: Idx) -> IndexKey:
+    """The part of an index that is read."""
+    return IndexKey(index.node, tuple(a.value if isinstance(a, Const) else None for a in index.args))
+
+
 def fresh(size: int) -> Var:
     """A variable that occurs nowhere else."""
     return Var(next(_fresh_ids), int(size))

@@ -759,6 +759,21 @@ def dropped_pass_through(params, x, capacity):
 
 
 @form(
+    "keep_in_dispatch_only",
+    "overflow dropped from dispatch by a comparison, from combine by the width of one_hot; biases fill empty slots",
+    choices=2,
+    dense=dense_of(composed.softmax_normalised, composed.biased, 2),
+)
+def keep_in_dispatch_only(params, x, capacity):
+    gate, index, _ = composed.softmax_normalised(params, x, 2)
+    position = composed.positions(Parts(), index)
+    hot, slot = one_hot(index, EXPERTS, dtype=x.dtype), one_hot(position, capacity, dtype=x.dtype)
+    dispatch = jnp.einsum("tk,tke,tkc->tec", (position < capacity).astype(x.dtype), hot, slot)
+    combine = jnp.einsum("tk,tke,tkc->tec", gate, hot, slot)
+    return jnp.einsum("tec,ecd->td", combine, composed.biased(params, jnp.einsum("tec,td->ecd", dispatch, x))), {}
+
+
+@form(
     "clipped_slots",
     "positions clipped into range, overflow masked by keep",
     choices=2,

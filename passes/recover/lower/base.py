@@ -18,9 +18,11 @@ from moe_xla.passes.recover.scopes import Feed, Scope
 from moe_xla.passes.recover.terms import (
     Factor,
     Idx,
+    IndexKey,
     Term,
     Var,
     factor_vars,
+    key_of,
     substitute,
     substitute_factor,
     term_vars,
@@ -114,11 +116,11 @@ class Emitter:
         self.layouts: dict[Any, Layout | None] = {}
         self.groupings: dict[Node, Grouping | None] = {}
         self.stack: list[Step | Scope] = [] if within is None else [within]
-        self.tokens: list[tuple[Node, int]] = []
+        self.tokens: list[tuple[IndexKey, int]] = []
         self._latest: Any = None
         self._known_numbers: dict[Any, Numbers] | None = None
-        self.flops: list[tuple[Node, int]] = []
-        self.backends: list[tuple[Node, str]] = []
+        self.flops: list[tuple[IndexKey, int]] = []
+        self.backends: list[tuple[IndexKey, str]] = []
         self._fed: dict[Scope, list[Feed]] = {}
 
     def array(self, wire: Wire) -> Any:
@@ -143,8 +145,8 @@ class Emitter:
 
     def refuse(self, indices: Sequence[Idx], reason: str) -> None:
         """Refuses the sites whose queues are counted by the indices, if there are any."""
-        known = self.recovery.session.indices
-        sites = frozenset(known[i.node] for i in indices if i.node in known)
+        session = self.recovery.session
+        sites = frozenset().union(*(session.sites_of(key_of(i)) for i in indices))
         if sites:
             raise Refusal(sites, reason, self.asker())
 

@@ -172,7 +172,7 @@ class Lowering(SumEmitter):
         inner = Lowering(scope.recovery, given, self.backend, scope)
         inner.needed(outputs)
         results = inner.results(outputs)
-        self.flops += [(node, times * flops) for node, flops in inner.flops]
+        self.flops += [(key, times * flops) for key, flops in inner.flops]
         self.tokens += inner.tokens
         self.backends += inner.backends
         return [jnp.asarray(r) if not hasattr(r, "dtype") or isinstance(r, np.ndarray) else r for r in results]

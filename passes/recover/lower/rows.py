@@ -35,6 +35,7 @@ from moe_xla.passes.recover.terms import (
     Idx,
     Var,
     factor_vars,
+    key_of,
     term_vars,
 )
 
@@ -205,8 +206,8 @@ class RowEmitter(DefinitionEmitter):
 
     def note_matmul(self, routing: Routing, sizes: tuple[int, int, int], dtypes: Sequence[Any]) -> None:
         need = ops.Need(jax.default_backend(), tuple(np.dtype(d) for d in dtypes), sizes[1], sizes[2])
-        self.flops.append((routing.index.node, 2 * math.prod(sizes)))
-        self.backends.append((routing.index.node, ops.resolve(self.backend, need)))
+        self.flops.append((key_of(routing.index), 2 * math.prod(sizes)))
+        self.backends.append((key_of(routing.index), ops.resolve(self.backend, need)))
 
     def product_rows(
         self,
@@ -267,5 +268,5 @@ class RowEmitter(DefinitionEmitter):
                 place = digit if place is None else place * np.int32(v.size) + digit
             self.rows[key] = place
             if len(used) < len(points):
-                self.tokens.append((routing.index.node, math.prod(v.size for v in used)))
+                self.tokens.append((key_of(routing.index), math.prod(v.size for v in used)))
         return self.rows[key]

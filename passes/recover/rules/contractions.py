@@ -12,7 +12,7 @@ from jax import numpy as jnp
 
 from moe_xla.passes.recover.nodes import Graph, is_boolean, is_floating
 from moe_xla.passes.recover.rules.table import Context, rule
-from moe_xla.passes.recover.terms import Factor, Idx, Var, fresh_axis, has_idx, term_vars, vars_of
+from moe_xla.passes.recover.terms import Factor, Idx, Var, fresh_axis, has_idx, substitute_factor, term_vars, vars_of
 from moe_xla.passes.recover.values import (
     Contradiction,
     NoRule,
@@ -35,6 +35,7 @@ from moe_xla.passes.recover.values import (
     only_renames,
     plain,
     plain_map,
+    read,
     renormalised,
 )
 
@@ -206,8 +207,9 @@ def _dot_covered(context: Context, left: Value, right: Value, *spec: Any) -> Val
 
 
 def _covering(context: Context, backed: Value, q: Piece, pairs: AxisPairs) -> Value:
-    """What `backed` holds on the cells of `q`: one of its pieces, or its background."""
+    """What `backed` holds on the cells of `q`: one of its pieces, its background where that one's conditions fail."""
     graph = context.graph
+    assert backed.background is not None
     if not has_unique_cells(graph, backed):
         raise NoRule("slots that are not provably unique")
     partner = dict(pairs)
@@ -225,11 +227,13 @@ def _covering(context: Context, backed: Value, q: Piece, pairs: AxisPairs) -> Va
         if rest or not needed <= pinned or any(i not in partner for i in indexed):
             raise NoRule("rows of a buffer with a background that are not provably those that are read")
         held = set(q.substitute(solved).guards)
-        if not set(moved.substitute(solved).guards) <= held:
-            raise NoRule("rows of a buffer with a background under conditions that are not proved")
+        names = dict(zip(piece.variables, moved.variables, strict=True))
+        unproved = [g for g in piece.guards if substitute_factor(substitute_factor(g, names), solved) not in held]
         data = materialised(graph, piece.replace(guards=()), backed.dtype)
-        return Value(backed.shape, backed.dtype, (Piece(piece.axes, (data,), 1, frozenset(), piece.guards),))
-    assert backed.background is not None
+        if unproved:
+            data = graph.select(graph.logical_and(unproved), data, read(graph, backed.background, piece.axes))
+        proved = tuple(g for g in piece.guards if g not in unproved)
+        return Value(backed.shape, backed.dtype, (Piece(piece.axes, (data,), 1, frozenset(), proved),))
     if any(context.is_unbounded(a) for a in q.axes):
         raise NoRule("empty cells of a slot axis without bound")
     return backed.background
