@@ -9,7 +9,7 @@ In: a graph and factors.  Out: facts, or None where nothing is proved.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from moe_xla.passes.recover.nodes import (
@@ -24,8 +24,10 @@ from moe_xla.passes.recover.nodes import (
     is_extended,
     is_floating,
     is_integer,
+    is_map,
     literal,
     operands_at,
+    pinned,
     represents_exactly,
 )
 from moe_xla.passes.recover.terms import (
@@ -236,9 +238,12 @@ def assignments_of(rank: Rank) -> int:
 
 
 def choices_of(graph: Graph, rank: Rank) -> int:
-    """How many different experts a token is known to choose in the index that is counted."""
+    """How many experts a token chooses in the index that is counted: proved, or the shorter of its axes."""
     fact = distinct_of(graph, rank.index.factor)
-    return fact.along.size if fact is not None and isinstance(fact.along, Var) else 1
+    if fact is not None:
+        return fact.along.size if isinstance(fact.along, Var) else 1
+    axes = (*rank.order, *rank.many)
+    return min(v.size for v in axes) if len(axes) > 1 else 1
 
 
 def bound_of(graph: Graph, factor: Factor) -> int | None:
@@ -287,6 +292,21 @@ def _bound_or_literal(graph: Graph, factor: Factor) -> int | None:
     return bound_of(graph, factor)
 
 
+def conjuncts(guard: Factor) -> list[Factor]:
+    """The conditions that a condition is made of by `and`."""
+    if is_map(guard, "and") and is_boolean(guard.node.dtype):
+        return [c for op in operands_at(guard) for c in conjuncts(op)]
+    return [guard]
+
+
+def holds(graph: Graph, condition: Factor, held: frozenset[Factor]) -> bool:
+    """Whether a condition is among those that hold."""
+    if condition in held:
+        return True
+    there = pinned(graph, condition)
+    return there in held or bool(literal(there))
+
+
 def is_nonnegative(graph: Graph, factor: Factor) -> bool:
     """Whether an integer factor is provably ≥ 0."""
     value = literal(factor)
@@ -307,15 +327,23 @@ def is_nonnegative(graph: Graph, factor: Factor) -> bool:
         if node.name == "max":
             return any(is_nonnegative(graph, op) for op in ops)
         if node.name == "select_n":
-            return all(is_nonnegative(graph, op) for op in ops[1:])
+            return all(is_nonnegative(graph, op) for op in ops[1:]) or _is_masked_position(graph, ops)
     return False
 
 
-def lower_bound(graph: Graph, fact: RankFact) -> float:
-    """A proved lower bound of a position (counts are ≥ 0; the own, unguarded rank counts itself)."""
+def _is_masked_position(graph: Graph, ops: Sequence[Factor]) -> bool:
+    """`where(valid, position, n)` of a queue in which only valid assignments are counted."""
+    fact = rank_of(graph, ops[2]) if len(ops) == 3 else None
+    if fact is None or not is_nonnegative(graph, ops[1]):
+        return False
+    return lower_bound(graph, fact, frozenset(conjuncts(ops[0]))) >= 0
+
+
+def lower_bound(graph: Graph, fact: RankFact, held: frozenset[Factor] = frozenset()) -> float:
+    """A proved lower bound of a position: counts are ≥ 0, and the own rank counts itself if its conditions hold."""
     if not all(is_count(a.node) and c > 0 for a, c in fact.others):
         return -math.inf
-    own = fact.is_own(graph) and not fact.guards
+    own = fact.is_own(graph) and all(holds(graph, g, held) for g in fact.guards)
     return fact.constant + (1 if own else 0)
 
 

@@ -17,10 +17,19 @@ import numpy as np
 
 from moe_xla.passes._jax import scan_counts, source_of
 from moe_xla.passes.recover import loads, prefix
-from moe_xla.passes.recover.facts import bound_of, is_nonnegative, lower_bound, rank_of, rank_sites, tainting_sites
+from moe_xla.passes.recover.facts import (
+    bound_of,
+    distinct_of,
+    is_nonnegative,
+    lower_bound,
+    rank_of,
+    rank_sites,
+    tainting_sites,
+)
 from moe_xla.passes.recover.nodes import (
     Ein,
     Graph,
+    Iota,
     Leaf,
     Lit,
     Map,
@@ -50,7 +59,9 @@ INLINED = {
     "eval_jaxpr": "call_jaxpr",  # jax 0.12
 }
 # Every element of their results is one of their operands'.
-_REARRANGING = frozenset({"concatenate", "stack", "unstack", "split", "slice", "squeeze", "rev"})
+_REARRANGING = frozenset({"concatenate", "stack", "unstack", "split", "slice", "squeeze", "rev", "sort"})
+# What differs along an axis of theirs still does.
+_PERMUTING = frozenset({"slice", "rev", "sort"})
 STRUCTURAL = frozenset({"broadcast_in_dim", "transpose", "reshape", "squeeze", "iota"})
 
 
@@ -114,6 +125,8 @@ class Recovery:
             return None
         strict = name in ("lt", "ge")
         threshold = (math.ceil(bound) if strict else math.floor(bound) + 1) - 1 - fact.constant
+        if threshold <= 0:
+            return None  # the sign of a position says whether there is one: no queue has room for nobody
         self.session.note_threshold(fact.rank.site, threshold, self._step)
         if not self.session.is_dropless(fact.rank.site):
             return None
@@ -426,6 +439,18 @@ class Recovery:
             threshold = slot.size - 1 - fact.constant
             self.session.note_threshold(fact.rank.site, threshold, self._step)
 
+    def _note_distinct(self, given: Wire, step: Step, node: Node) -> None:
+        """The order that `argsort` finds, and the first columns of one."""
+        axis = _axis_of_iota(given) if step.name == "sort" else None
+        if axis is not None and axis != step.eqn.params["dimension"]:
+            return
+        if axis is None and step.name != "sort" and given.value is not None and given.value.is_plain:
+            fact = distinct_of(self.graph, given.value.factor)
+            axes = given.value.pieces[0].axes
+            axis = axes.index(fact.along) if fact is not None and fact.along in axes else None
+        if axis is not None:
+            self.graph.distinct[node] = axis
+
     def _seal(self, wire: Wire, definition: Value | None) -> None:
         wire.definition = definition
         wire.value = of_node(self.graph.leaf(wire, wire.shape, wire.dtype))
@@ -438,15 +463,16 @@ class Recovery:
     def _note_facts(self, step: Step, wire: Wire) -> None:
         assert wire.value is not None
         node = wire.value.factor.node
+        if step.name in _PERMUTING and is_integer(wire.dtype):
+            self._note_distinct(step.inputs[wire.index if step.name == "sort" else 0], step, node)
         if step.name == "top_k" and wire.index == 1:
             shape = step.inputs[0].shape
             axis = step.eqn.params.get("axis", len(shape) - 1) % len(shape)
             self.graph.bounds[node] = shape[axis]
             self.graph.distinct[node] = axis
         elif step.name in _REARRANGING and is_integer(wire.dtype):
-            bounds = [
-                bound_of(self.graph, w.value.factor) if w.value and w.value.is_plain else None for w in step.inputs
-            ]
+            given = step.inputs if step.name != "sort" else step.inputs[wire.index : wire.index + 1]
+            bounds = [bound_of(self.graph, w.value.factor) if w.value and w.value.is_plain else None for w in given]
             if all(b is not None for b in bounds):
                 self.graph.bounds[node] = max(b for b in bounds if b is not None)
         elif step.name in ("argmax", "argmin"):
@@ -472,6 +498,14 @@ def _picks_choices(step: Step) -> bool:
         return False
     widths = zip(step.inputs[0].shape, step.outputs[0].shape, strict=False)
     return step.name == "unstack" or all(new in (old, 1) for old, new in widths)
+
+
+def _axis_of_iota(wire: Wire) -> int | None:
+    """The axis along which an array counts 0, 1, 2, …."""
+    assert wire.value is not None
+    if not wire.value.is_plain or not isinstance(wire.value.factor.node, Iota):
+        return None
+    return wire.value.pieces[0].axes.index(wire.value.factor.args[0])
 
 
 def is_boring(value: Value | None) -> bool:

@@ -23,6 +23,7 @@ from jax import numpy as jnp
 
 from moe_xla.passes.recover.literals import evaluate
 from moe_xla.passes.recover.terms import (
+    Const,
     Factor,
     Idx,
     Term,
@@ -232,6 +233,14 @@ def operands_at(factor: Factor) -> list[Factor]:
     return [substitute_factor(op, mapping) for op in node.operands]
 
 
+def pinned(graph: Graph, factor: Factor) -> Factor:
+    """A map read at fixed places as the map of what its operands are there: equal readings are one factor."""
+    node = factor.node
+    if not isinstance(node, Map) or not any(isinstance(a, Const) for a in factor.args):
+        return factor
+    return graph.map(node.prim, node.params, [pinned(graph, op) for op in operands_at(factor)], node.dtype)
+
+
 def is_map(factor: Factor, *names: str) -> bool:
     return isinstance(factor.node, Map) and factor.node.name in names
 
@@ -412,8 +421,8 @@ class Graph:
             return self.lit(evaluate(prim, params, values), dtype)
         return (
             self._fold_logic(name, ops, values, dtype)
+            or self._fold_compare(name, ops, values)
             or self._fold_select(prim, params, ops, values, dtype)
-            or (self._fold_compare(name, ops, values))
         )
 
     def _fold_logic(self, name: str, ops: tuple[Factor, ...], values: list[Any], dtype: Any) -> Factor | None:

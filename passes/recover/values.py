@@ -27,9 +27,11 @@ from jax import lax
 from moe_xla.passes._jax import parameters_of
 from moe_xla.passes.recover.facts import (
     bound_of,
+    conjuncts,
     counts_exactly,
     depends_on_rank,
     distinct_of,
+    holds,
     is_count,
     lower_bound,
     others_follow,
@@ -46,6 +48,7 @@ from moe_xla.passes.recover.nodes import (
     is_map,
     literal,
     operands_at,
+    pinned,
 )
 from moe_xla.passes.recover.terms import (
     UNIT,
@@ -249,7 +252,7 @@ def held_factors(graph: Graph, pieces: Iterable[Piece]) -> frozenset[Factor]:
         factor = pending.pop()
         if factor in held:
             continue
-        held.add(factor)
+        held |= {factor, pinned(graph, factor)}
         if is_map(factor, "convert_element_type", "and", "mul"):
             pending += operands_at(factor)
         elif is_map(factor, "select_n") and len(operands_at(factor)) == 3:
@@ -348,7 +351,11 @@ def _discharge_rank(
     if ra is None or rb is None:
         return False
     for fact in (ra, rb):
-        if not fact.is_own(graph) or not others_follow(graph, fact) or not set(fact.guards) <= held:
+        if (
+            not fact.is_own(graph)
+            or not others_follow(graph, fact)
+            or not all(holds(graph, g, held) for g in fact.guards)
+        ):
             return False
     if len(ra.batch) != len(rb.batch) or not all(
         same_term(graph, x, y) for x, y in zip(ra.batch, rb.batch, strict=True)
@@ -586,12 +593,6 @@ def _data_masks_as_factors(graph: Graph, piece: Piece) -> Piece:
     return piece.replace(factors=tuple(factors), guards=tuple(guards))
 
 
-def conjuncts(guard: Factor) -> list[Factor]:
-    if is_map(guard, "and") and is_boolean(guard.node.dtype):
-        return [c for op in operands_at(guard) for c in conjuncts(op)]
-    return [guard]
-
-
 def under_guards(graph: Graph, factor: Factor, held: frozenset[Factor]) -> Factor:
     """An index as it is where the conditions hold: `p·keep` and `where(keep, p, …)` are p under keep."""
     if not isinstance(factor.node, Map):
@@ -599,15 +600,15 @@ def under_guards(graph: Graph, factor: Factor, held: frozenset[Factor]) -> Facto
     ops = operands_at(factor)
     node = factor.node
     if node.name == "select_n" and len(ops) == 3:
-        if all(c in held for c in conjuncts(ops[0])):
+        if all(holds(graph, c, held) for c in conjuncts(ops[0])):
             return under_guards(graph, ops[2], held)
-        if is_boolean(ops[0].node.dtype) and graph.logical_not(ops[0]) in held:
+        if is_boolean(ops[0].node.dtype) and holds(graph, graph.logical_not(ops[0]), held):
             return under_guards(graph, ops[1], held)
         return factor
     if node.name == "mul":
         for mask, other in ((ops[0], ops[1]), (ops[1], ops[0])):
             guard, rest = as_condition(graph, mask)
-            if guard is not None and rest is None and guard in held:
+            if guard is not None and rest is None and holds(graph, guard, held):
                 return under_guards(graph, other, held)
     if node.name == "min" and any(_is_below(op, ops[1 - i], held) for i, op in enumerate(ops)):
         return under_guards(graph, next(op for i, op in enumerate(ops) if _is_below(op, ops[1 - i], held)), held)

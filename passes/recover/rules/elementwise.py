@@ -216,6 +216,10 @@ def _linear(
         if all(sparse):
             return multiplied(context, values[0], values[1], shape, dtype)
         return _masked(context, prim, params, values, shape, dtype)
+    if name == "select_n" and len(values) == 3 and all(sparse) and _is_deferred(values[2]):
+        if is_boolean(values[0].dtype) and literal_of(values[1]) is not None and literal_of(values[1]) == 0:
+            # A product that is not contracted yet, where a mask holds, is its product with the mask.
+            return multiplied(context, cast(graph, values[0], dtype), values[2], shape, dtype)
     if name == "neg" and sparse[0]:
         return Value(tuple(shape), dtype, tuple(p.replace(coef=-p.coef) for p in values[0].pieces))
     filled = values[1].is_plain or celled(graph, values[1]).background is not None if name == "div" else False

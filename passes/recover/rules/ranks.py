@@ -1,4 +1,4 @@
-"""Rules where queue counts come from: `cumsum` of a one-hot mask, and gathers that read them."""
+"""Rules where queue counts come from: `cumsum` of a one-hot mask, and gathers that read them; what a mask counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moe_xla.passes.recover.facts import bound_of
 from moe_xla.passes.recover.nodes import is_integer
 from moe_xla.passes.recover.rules.table import Context, rule
 from moe_xla.passes.recover.terms import Factor, Idx, Term, Var, fresh, has_idx, parts_of, term_vars, vars_of
-from moe_xla.passes.recover.values import NoRule, Value, masks_to_guards, plain, read
+from moe_xla.passes.recover.values import NoRule, Value, in_range, masks_to_guards, plain, read
 
 
 @rule("cumsum")
@@ -44,6 +44,29 @@ def queue_counts(context: Context, value: Value, axis: int, site: Any) -> Value:
     expert = fresh(index.size)
     axes = tuple(expert if i == experts[0] else a for i, a in enumerate(piece.axes))
     return plain(value.shape, axes, Factor(counts.node, (*counts.args, expert)))
+
+
+@rule("argmax")
+def argmax(context: Context, eqn: Any, value: Value) -> Value:
+    """The expert of each row of a one-hot mask; 0 where a row is empty."""
+    graph, (axis,) = context.graph, eqn.params["axes"]
+    if value.is_plain or len(value.pieces) != 1 or value.background is not None:
+        raise NoRule("argmax of something else than one mask of one-hot rows")
+    piece = masks_to_guards(graph, value.pieces[0])
+    if piece is None or piece.factors or piece.equalities or piece.hidden or piece.coef <= 0:
+        raise NoRule("argmax of weighted rows")
+    index, rest = piece.axes[axis], [a for i, a in enumerate(piece.axes) if i != axis]
+    places = [p for a in rest for p in parts_of(a)]
+    if not isinstance(index, Idx) or not all(isinstance(p, Var) for p in places) or len(set(places)) != len(places):
+        raise NoRule("argmax along an axis that is not the expert axis")
+    if not set(piece.variables) <= set(places):
+        raise NoRule("argmax of a mask with several experts in a row")
+    dtype = eqn.outvars[0].aval.dtype
+    expert, conditions = graph.convert(index.factor, dtype), [*in_range(graph, index), *piece.guards]
+    if conditions:
+        expert = graph.select(graph.logical_and(conditions), expert, graph.lit(0, dtype))
+    graph.bounds[expert.node] = index.size
+    return plain(eqn.outvars[0].aval.shape, rest, expert)
 
 
 @rule("gather")
