@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from moe_xla.passes.recover.facts import assignments_of, choices_of
@@ -43,11 +43,13 @@ _LEAST = 1e-12
 class Numbers:
     """The numbers that are known of one layer.
 
-    `capacities` are the bounds that its queue positions are compared with; `sizes` those of its axes, each of which
-    explains a number, and `layers` how many layers like it the program has, over which it may take means.
+    `capacities` are the bounds that its queue positions are compared with, `scales` the products of numbers of experts,
+    tokens and groups that capacities are multiplied with; `sizes` are those of its axes, each of which explains a
+    number, and `layers` is how many layers like it the program has, over which it may take means.
     """
 
     capacities: frozenset[float]
+    scales: frozenset[int]
     sizes: frozenset[int]
     layers: int
 
@@ -56,40 +58,46 @@ class Numbers:
         return number in self.sizes or (number % self.layers == 0 and number / self.layers in {1, *self.sizes})
 
     def explain(self, number: float) -> bool:
-        """Whether a number is a size, or a product of sizes and the number of layers that has nothing of the capacity.
+        """Whether a number is a size, or a product of sizes and the number of layers that is not one of a capacity.
 
         Each size counts twice at most.
         """
-        if self.name(number):
-            return True
-        products = {1}
-        for size in sorted({n for n in (*self.sizes, self.layers) if n > 1}) * 2:
-            products |= {p * size for p in products}
-        return number in products and not self.hold(number)
+        return self.name(number) or (number in _products([*self.sizes, self.layers] * 2) and not self.hold(number))
 
     def hold(self, number: float) -> bool:
-        """Whether a number is a capacity, or a multiple of one."""
-        return any(c > 1 and number % c == 0 for c in self.capacities)
+        """Whether a number is a capacity, or that of all experts, groups or tokens."""
+        return any(c > 1 and number in {c * scale for scale in self.scales} for c in self.capacities)
 
 
 def numbers_of_layers(session: Session) -> dict[Path, Numbers]:
     """What is known of each layer that is asked to be dropless."""
     sizes: dict[Path, set[int]] = {}
+    scales: dict[Path, set[int]] = {}
     queues: dict[Path, set[Path]] = {}
     for graph, rank in session.ranks:
-        root, choices = session.root(rank.site), choices_of(graph, rank)
+        root, choices, batch = session.root(rank.site), choices_of(graph, rank), [v.size for v in rank.batch]
+        tokens, queued = assignments_of(rank) // choices, math.prod(v.size for v in (*rank.order, *rank.many))
         found = sizes.setdefault(root, set())
-        found |= {v.size for v in (*rank.batch, *rank.order, *rank.many)} | {rank.index.size, choices}
-        found |= {assignments_of(rank) // choices, math.prod(v.size for v in (*rank.order, *rank.many))}
+        found |= {v.size for v in (*rank.order, *rank.many)} | {*batch, rank.index.size, choices, tokens, queued}
+        scales.setdefault(root, set()).update(_products([rank.index.size, tokens, *batch]))
         queues.setdefault(root, set()).add(rank.site)
     return {
         root: Numbers(
             frozenset(t.bound for t in thresholds),
+            frozenset(scales.get(root, {1})),
             frozenset({*sizes.get(root, ()), len(queues.get(root, ()))}) - {0},
             len(sizes),
         )
         for root, thresholds in session.dropless_thresholds().items()
     }
+
+
+def _products(sizes: Sequence[int]) -> set[int]:
+    """All products of some of the sizes."""
+    products = {1}
+    for size in sorted(n for n in sizes if n > 1):
+        products |= {p * size for p in products}
+    return products
 
 
 class LiteralUse(NamedTuple):
