@@ -241,6 +241,31 @@ def pinned(graph: Graph, factor: Factor) -> Factor:
     return graph.map(node.prim, node.params, [pinned(graph, op) for op in operands_at(factor)], node.dtype)
 
 
+def _is_at_least(factor: Factor, bound: float, strictly: bool = False) -> bool:
+    """Whether a number is proved to be at least `bound`, or more, unless it is NaN."""
+    value = literal(factor)
+    if value is not None:
+        return bool(value > bound if strictly else value >= bound)
+    if isinstance(factor.node, Ein):
+        summed = bound == 0 and not strictly and factor.node.reducer == "sum" and factor.node.coef >= 0
+        return summed and all(_is_at_least(f, 0) for f in factor.node.factors)
+    if not isinstance(factor.node, Map):
+        return False
+    name, ops = factor.node.name, operands_at(factor)
+    if name == "convert_element_type":
+        return is_floating(ops[0].node.dtype) and not strictly and _is_at_least(ops[0], bound)
+    if name in ("abs", "exp", "exp2", "square", "logistic") or (name == "integer_pow" and factor.node.params["y"] == 2):
+        return bound < 0 or (bound == 0 and not strictly)
+    if name == "sqrt" and bound == 0:
+        return _is_at_least(ops[0], 0, strictly)
+    if name == "max":
+        return any(_is_at_least(op, bound, strictly) for op in ops)
+    if name in ("add", "add_any") and bound == 0:
+        others = (ops[0], ops[1]), (ops[1], ops[0])
+        return any(_is_at_least(a, 0, strictly) and _is_at_least(b, 0) for a, b in others)
+    return False
+
+
 def is_map(factor: Factor, *names: str) -> bool:
     return isinstance(factor.node, Map) and factor.node.name in names
 
@@ -434,6 +459,8 @@ class Graph:
                     return ops[1 - i]
         if name == "mul" and (masked := self._fold_mask(ops, dtype)) is not None:
             return masked
+        if name == "div" and values[0] is not None and values[0] == 0 and _is_at_least(ops[1], 0, strictly=True):
+            return ops[0]
         if name in ("add", "add_any", "sub") and values[1] is not None and values[1] == 0 and is_integer(dtype):
             return ops[0]
         if name not in ("and", "or") or not is_boolean(dtype):

@@ -11,7 +11,8 @@ import jax.extend.core.primitives as prims
 import numpy as np
 
 from moe_xla.passes.recover.facts import depends_on_rank
-from moe_xla.passes.recover.nodes import Graph
+from moe_xla.passes.recover.nodes import Graph, is_floating
+from moe_xla.passes.recover.rules.elementwise import apply
 from moe_xla.passes.recover.rules.table import Context, rule
 from moe_xla.passes.recover.terms import (
     UNIT,
@@ -32,6 +33,7 @@ from moe_xla.passes.recover.values import (
     Piece,
     Value,
     in_range,
+    is_slot,
     literal_of,
     materialised,
     normalised,
@@ -178,6 +180,17 @@ def _sliced_piece(graph: Graph, piece: Piece, ranges: Sequence[tuple[int, int]],
     return piece
 
 
+def _block_of(graph: Graph, factor: Factor) -> Factor:
+    """A factor that is read at a fixed place of the slower part of an axis, as a slice."""
+    for i, arg in enumerate(factor.args):
+        block, *rest_parts = parts_of(arg) or (UNIT,)
+        rest = rest_parts[0] if len(rest_parts) == 1 else UNIT
+        if isinstance(block, Const) and isinstance(rest, Var):
+            node = graph.slice(factor.node, i, block.value * rest.size, (block.value + 1) * rest.size)
+            return _block_of(graph, Factor(node, (*factor.args[:i], rest, *factor.args[i + 1 :])))
+    return factor
+
+
 def _with_axis(piece: Piece, i: int, term: Term) -> Piece:
     return piece.replace(axes=(*piece.axes[:i], term, *piece.axes[i + 1 :]))
 
@@ -189,7 +202,8 @@ def _sliced_var(graph: Graph, piece: Piece, i: int, axis: Var, start: int, stop:
             return _with_axis(piece, i, UNIT).substitute({axis: Const(start, axis.size)})
         raise NoRule("a slice of an axis that other places depend on")
     if stop - start == 1:
-        return _with_axis(piece, i, UNIT).substitute({axis: Const(start, axis.size)})
+        only = _with_axis(piece, i, UNIT).substitute({axis: Const(start, axis.size)})
+        return only.replace(factors=tuple(_block_of(graph, f) for f in only.factors))
     window = fresh(stop - start)
     factors = []
     for factor in piece.factors:
@@ -254,6 +268,8 @@ def _padded_axis(graph: Graph, piece: Piece, i: int, low: int, high: int, dtype:
 def concatenate(context: Context, eqn: Any, *values: Value) -> Value:
     axis, shape = eqn.params["dimension"], eqn.outvars[0].aval.shape
     _check_parts(context, values)
+    if all(_has_features(context, v, axis) for v in values):
+        return _side_by_side(context, eqn, values)
     pieces: list[Piece] = []
     offset = 0
     sizes = {v.shape[axis] for v in values}
@@ -281,6 +297,30 @@ def stack(context: Context, eqn: Any, *values: Value) -> Value:
         for p in value.pieces
     ]
     return _joined(context, values, shape, pieces)
+
+
+def _has_features(context: Context, value: Value, axis: int) -> bool:
+    """Whether an axis of rows in slots is one that nothing depends on: their features."""
+    return is_floating(value.dtype) and all(
+        isinstance(p.axes[axis], Var)
+        and p.axes[axis] not in p.points
+        and any(is_slot(context.graph, a) for a in p.axes)
+        for p in value.pieces
+    )
+
+
+def _side_by_side(context: Context, eqn: Any, values: Sequence[Value]) -> Value:
+    """Features put side by side: rows stay whole, and what multiplies them one matmul."""
+    axis, aval, offset = eqn.params["dimension"], eqn.outvars[0].aval, 0
+    total: Value | None = None
+    for value in values:
+        config = [(0, 0, 0)] * len(aval.shape)
+        config[axis] = (offset, aval.shape[axis] - offset - value.shape[axis], 0)
+        wide = _padded(context.graph, value, config)
+        total = wide if total is None else apply(context, prims.add_p, {}, [total, wide], aval.shape, aval.dtype)
+        offset += value.shape[axis]
+    assert total is not None
+    return normalised(context.graph, total)
 
 
 def _are_positions(context: Context, values: Sequence[Value]) -> bool:
