@@ -249,6 +249,8 @@ def _is_at_least(factor: Factor, bound: float, strictly: bool = False) -> bool:
     if isinstance(factor.node, Ein):
         summed = bound == 0 and not strictly and factor.node.reducer == "sum" and factor.node.coef >= 0
         return summed and all(_is_at_least(f, 0) for f in factor.node.factors)
+    if isinstance(factor.node, Iota):
+        return bound == 0 and not strictly
     if not isinstance(factor.node, Map):
         return False
     name, ops = factor.node.name, operands_at(factor)
@@ -463,6 +465,10 @@ class Graph:
             return ops[0]
         if name in ("add", "add_any", "sub") and values[1] is not None and values[1] == 0 and is_integer(dtype):
             return ops[0]
+        if name in ("eq", "ne") and (ops[0] == ops[1] and is_integer(ops[0].node.dtype)):
+            return self.lit(name == "eq", bool)
+        if name in ("eq", "ne") and values[1] is not None and values[1] == 0 and _is_at_least(ops[0], 0, strictly=True):
+            return self.lit(name == "ne", bool)
         if name not in ("and", "or") or not is_boolean(dtype):
             return None
         if ops[0] == ops[1]:

@@ -33,6 +33,7 @@ from moe_xla.passes.recover.facts import (
     distinct_of,
     holds,
     is_count,
+    is_nonnegative,
     lower_bound,
     others_follow,
     rank_of,
@@ -610,8 +611,8 @@ def under_guards(graph: Graph, factor: Factor, held: frozenset[Factor]) -> Facto
             guard, rest = as_condition(graph, mask)
             if guard is not None and rest is None and holds(graph, guard, held):
                 return under_guards(graph, other, held)
-    if node.name == "min" and any(_is_below(op, ops[1 - i], held) for i, op in enumerate(ops)):
-        return under_guards(graph, next(op for i, op in enumerate(ops) if _is_below(op, ops[1 - i], held)), held)
+    if node.name == "min" and any(_is_below(graph, op, ops[1 - i], held) for i, op in enumerate(ops)):
+        return under_guards(graph, next(op for i, op in enumerate(ops) if _is_below(graph, op, ops[1 - i], held)), held)
     if node.name in ("convert_element_type", "add", "sub", "add_any", "mul"):
         changed = [under_guards(graph, op, held) for op in ops]
         if changed != ops:
@@ -654,7 +655,7 @@ def _literal_places(piece: Piece) -> Piece | None:
     return piece.replace(axes=tuple(axes))
 
 
-def _is_below(factor: Factor, limit: Factor, held: frozenset[Factor]) -> bool:
+def _is_below(graph: Graph, factor: Factor, limit: Factor, held: frozenset[Factor]) -> bool:
     """Whether a condition that holds keeps an integer at or below a literal limit."""
     most = literal(limit)
     if most is None or not is_integer(factor.node.dtype):
@@ -663,9 +664,18 @@ def _is_below(factor: Factor, limit: Factor, held: frozenset[Factor]) -> bool:
         if is_map(test, "lt", "le"):
             left, right = operands_at(test)
             bound = literal(right)
-            if left == factor and bound is not None and bound <= most + (1 if is_map(test, "lt") else 0):
+            if bound is None or bound > most + (1 if is_map(test, "lt") else 0):
+                continue
+            if left == factor or (_unconverted(left) == _unconverted(factor) and is_nonnegative(graph, left)):
                 return True
     return False
+
+
+def _unconverted(factor: Factor) -> Factor:
+    """An integer as it was before it was converted to other integers, which keep what is below a literal."""
+    while is_map(factor, "convert_element_type") and is_integer(operands_at(factor)[0].node.dtype):
+        factor = operands_at(factor)[0]
+    return factor
 
 
 def renormalised(graph: Graph, piece: Piece) -> Piece | None:

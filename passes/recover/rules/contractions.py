@@ -146,10 +146,24 @@ def dot_general(context: Context, eqn: Any, left: Value, right: Value) -> Value:
     free_r = [i for i in range(len(right.shape)) if i not in (*contract_r, *batch_r)]
     joined = [*zip(batch_l, batch_r, strict=True), *zip(contract_l, contract_r, strict=True)]
     out = [("left", i) for i in (*batch_l, *free_l)] + [("right", i) for i in free_r]
-    shape = eqn.outvars[0].aval.shape
+    return contract(context, left, right, joined, out, eqn.outvars[0].aval.shape, dtype)
+
+
+def contract(
+    context: Context,
+    left: Value,
+    right: Value,
+    joined: AxisPairs,
+    out: Sequence[tuple[str, int]],
+    shape: Sequence[int],
+    dtype: Any,
+) -> Value:
+    """Σ over joined axes that are not in `out` of left · right."""
     if left.background is None and right.background is None:
         return product(context, left, right, joined, out, shape, dtype)
     ways = [_dot_covered]
+    contract_l = [a for a, _ in joined if ("left", a) not in out]
+    contract_r = [b for a, b in joined if ("left", a) not in out and ("right", b) not in out]
     for value, other, axes in ((left, right, contract_l), (right, left, contract_r)):
         if value.background is not None and other.is_plain and _is_cellwise(context.graph, value, axes):
             ways.insert(0, _dot_with_background)

@@ -138,8 +138,17 @@ def apply(
             return delta if name == "eq" else apply(context, prims.not_p, {}, [delta], shape, dtype)
     if all(v.is_plain for v in values):
         return plain_map(context.graph, prim, params, values, shape, dtype)
+    if name == "select_n" and all(
+        literal_of(v) is not None and literal_of(v) == literal_of(values[1]) for v in values[1:]
+    ):
+        return values[1]
     linear = _linear(context, prim, params, values, shape, dtype)
     return linear if linear is not None else on_cells(context, prim, params, values, shape, dtype)
+
+
+def _are_same_literal(values: Sequence[Value]) -> bool:
+    first = literal_of(values[0])
+    return first is not None and all(literal_of(v) is not None and literal_of(v) == first for v in values)
 
 
 # ------------------------------------------------------------------------------------------------ deltas

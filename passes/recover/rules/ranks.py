@@ -1,14 +1,12 @@
-"""Rules where queue counts come from: `cumsum` of a one-hot mask, and gathers that read them; what a mask counts."""
+"""Rules where queue counts come from: `cumsum` of a one-hot mask, and the expert that a mask names."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from moe_xla.passes.recover.facts import bound_of
-from moe_xla.passes.recover.nodes import is_integer
 from moe_xla.passes.recover.rules.table import Context, rule
-from moe_xla.passes.recover.terms import Factor, Idx, Term, Var, fresh, has_idx, parts_of, term_vars, vars_of
-from moe_xla.passes.recover.values import NoRule, Value, in_range, masks_to_guards, plain, read
+from moe_xla.passes.recover.terms import Factor, Idx, Var, fresh, has_idx, parts_of, term_vars, vars_of
+from moe_xla.passes.recover.values import NoRule, Value, in_range, masks_to_guards, plain
 
 
 @rule("cumsum")
@@ -67,31 +65,3 @@ def argmax(context: Context, eqn: Any, value: Value) -> Value:
         expert = graph.select(graph.logical_and(conditions), expert, graph.lit(0, dtype))
     graph.bounds[expert.node] = index.size
     return plain(eqn.outvars[0].aval.shape, rest, expert)
-
-
-@rule("gather")
-def gather(context: Context, eqn: Any, operand: Value, indices: Value) -> Value:
-    """`take_along_axis` of a queue count: one index, the other axes batched."""
-    if not operand.is_plain or not indices.is_plain or not is_integer(indices.dtype):
-        raise NoRule("a gather from a structured value")
-    numbers = eqn.params["dimension_numbers"]
-    rank = len(operand.shape)
-    batched = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
-    if numbers.offset_dims or len(numbers.start_index_map) != 1 or tuple(eqn.params["slice_sizes"]) != (1,) * rank:
-        raise NoRule("a gather of slices")
-    axis = numbers.start_index_map[0]
-    if set(batched) | {axis} != set(range(rank)) or numbers.collapsed_slice_dims != (axis,):
-        raise NoRule("a gather with several indices")
-    piece = indices.pieces[0].renamed()
-    index = piece.factors[0]
-    bound = bound_of(context.graph, index)
-    if bound is None or bound > operand.shape[axis]:
-        raise NoRule("a gather whose index is not proved in range")
-    places: list[Term] = []
-    for d in range(rank):
-        if d == axis:
-            places.append(Idx(index.node, index.args, operand.shape[axis]))
-        else:
-            places.append(piece.axes[batched[d]])
-    data = read(context.graph, operand, places)
-    return plain(indices.shape[:-1], piece.axes[:-1], data)

@@ -324,7 +324,8 @@ def _side_by_side(context: Context, eqn: Any, values: Sequence[Value]) -> Value:
 
 
 def _are_positions(context: Context, values: Sequence[Value]) -> bool:
-    return all(v.is_plain and depends_on_rank(context.graph, v.factor.node) for v in values)
+    """Whether ordinary arrays are queue positions, or an index that one is part of."""
+    return all(v.is_plain for v in values) and any(depends_on_rank(context.graph, v.factor.node) for v in values)
 
 
 def _check_parts(context: Context, values: Sequence[Value]) -> None:
@@ -342,6 +343,13 @@ def _joined(context: Context, values: Sequence[Value], shape: Sequence[int], pie
     result = Value(tuple(shape), values[0].dtype, tuple(pieces))
     # Masked positions are 0 where the mask fails, and that must stay said in their factors: they fill every cell.
     return result if _are_positions(context, values) else normalised(context.graph, result)
+
+
+def column(context: Context, value: Value, k: int) -> Value:
+    """Entry `k` of the last axis."""
+    last = len(value.shape) - 1
+    ranges = [(k, k + 1) if i == last else (0, n) for i, n in enumerate(value.shape)]
+    return _without(context, _sliced(context, value, ranges), {last})
 
 
 @rule("split")

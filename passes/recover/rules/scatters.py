@@ -1,0 +1,184 @@
+"""Rules that put rows into slots by index and take them out again: `scatter`, `scatter-add`, `gather`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core.primitives as prims
+import numpy as np
+from jax.lax import GatherScatterMode
+
+from moe_xla.passes.recover.facts import bound_of, depends_on_rank, is_nonnegative
+from moe_xla.passes.recover.nodes import Graph, is_integer
+from moe_xla.passes.recover.rules.contractions import contract
+from moe_xla.passes.recover.rules.structure import column
+from moe_xla.passes.recover.rules.table import Context, rule
+from moe_xla.passes.recover.terms import Factor, Idx, Term, fresh_axis
+from moe_xla.passes.recover.values import (
+    NoRule,
+    Piece,
+    Value,
+    align,
+    cancelled,
+    has_unique_cells,
+    literal_of,
+    materialised,
+    normalised,
+    peeled,
+    plain,
+    read,
+)
+
+
+@rule("scatter", "scatter-add")
+def scatter(context: Context, eqn: Any, operand: Value, indices: Value, updates: Value) -> Value:
+    """Rows at data-dependent places: those out of range have no place, as scatters drop them."""
+    numbers, shape = eqn.params["dimension_numbers"], operand.shape
+    if eqn.params["mode"] == GatherScatterMode.CLIP:
+        raise NoRule("a scatter that moves what is out of range")
+    if not set(numbers.scatter_dims_to_operand_dims) <= set(numbers.inserted_window_dims):
+        raise NoRule("a scatter of windows")
+    if operand.background is not None or updates.background is not None:
+        raise NoRule("a scatter of values that are not zero elsewhere")
+    columns = _columns(context, indices)
+    pieces = [_placed(context.graph, numbers, shape, columns, p.renamed()) for p in updates.pieces]
+    rows = Value(shape, operand.dtype, tuple(pieces))
+    empty = literal_of(operand) is not None and literal_of(operand) == 0
+    if eqn.primitive.name == "scatter-add":
+        return normalised(context.graph, rows if empty else _sum(operand, rows))
+    if not empty and operand.is_plain:
+        raise NoRule("a scatter into an array that is not zero")
+    whole = rows if empty else _sum(operand, rows)
+    if not has_unique_cells(context.graph, whole):
+        raise NoRule("slots that are not provably unique in a scatter")
+    return normalised(context.graph, whole)
+
+
+def _sum(operand: Value, rows: Value) -> Value:
+    return Value(rows.shape, rows.dtype, cancelled(operand.pieces + rows.pieces))
+
+
+def _columns(context: Context, indices: Value) -> list[Piece]:
+    """The components of an index array, each over the array's other axes; one of them must be a queue position."""
+    if not is_integer(indices.dtype) or indices.background is not None:
+        raise NoRule("an index array that is not known")
+    columns = [column(context, indices, k) for k in range(indices.shape[-1])]
+    pieces = [c.pieces[0] for c in columns]
+    if any(len(c.pieces) != 1 or c.background is not None for c in columns):
+        raise NoRule("an index array put together from several parts")
+    if not any(depends_on_rank(context.graph, f.node) for p in pieces for f in p.factors):
+        raise NoRule("an index that is no queue position")
+    return [p.renamed() for p in pieces]
+
+
+def _aligned(graph: Graph, base: Piece, axes: Sequence[int], columns: Sequence[Piece]) -> tuple[Piece, list[Factor]]:
+    """`base`, and the index that each column holds there; `axes` are those of `base` that the columns are over."""
+    groups = [[(0, axis), *((1 + k, b) for k in range(len(columns)))] for b, axis in enumerate(axes)]
+    solved, rest = align(graph, [base, *columns], groups)
+    if rest:
+        raise NoRule("rows and indices that are not provably of the same assignments")
+    return base.substitute(solved), [materialised(graph, c.substitute(solved), np.dtype(np.int32)) for c in columns]
+
+
+def _placed(graph: Graph, numbers: Any, shape: Sequence[int], columns: Sequence[Piece], update: Piece) -> Piece:
+    """A piece of the updates at its places in the operand."""
+    window = list(numbers.update_window_dims)
+    free = [i for i in range(len(update.axes)) if i not in window]
+    update, found = _aligned(graph, update, free, columns)
+    indexed = dict(zip(numbers.scatter_dims_to_operand_dims, found, strict=True))
+    batched = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
+    axes: list[Term] = []
+    guards = list(update.guards)
+    for d, size in enumerate(shape):
+        if d in indexed:
+            place, conditions = peeled(graph, indexed[d], size)
+            axes.append(Idx(place.node, place.args, size))
+            guards += conditions
+        elif d in batched:
+            axes.append(update.axes[free[batched[d]]])
+        else:
+            axes.append(fresh_axis(1) if d in numbers.inserted_window_dims else update.axes[window.pop(0)])
+        if axes[-1].size != size:
+            raise NoRule("a scatter of windows that are not whole")
+    return update.replace(axes=tuple(axes), guards=tuple(dict.fromkeys(guards)))
+
+
+@rule("gather")
+def gather(context: Context, eqn: Any, operand: Value, indices: Value) -> Value:
+    if operand.is_plain:
+        return _position_at(context, eqn, operand, indices)
+    return _rows_at(context, eqn, operand, indices)
+
+
+def _position_at(context: Context, eqn: Any, operand: Value, indices: Value) -> Value:
+    """`take_along_axis` of a queue count: one index, the other axes batched."""
+    if not indices.is_plain or not is_integer(indices.dtype):
+        raise NoRule("a gather from a structured value")
+    numbers = eqn.params["dimension_numbers"]
+    rank = len(operand.shape)
+    batched = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    if numbers.offset_dims or len(numbers.start_index_map) != 1 or tuple(eqn.params["slice_sizes"]) != (1,) * rank:
+        raise NoRule("a gather of slices")
+    axis = numbers.start_index_map[0]
+    if set(batched) | {axis} != set(range(rank)) or numbers.collapsed_slice_dims != (axis,):
+        raise NoRule("a gather with several indices")
+    piece = indices.pieces[0].renamed()
+    index = piece.factors[0]
+    bound = bound_of(context.graph, index)
+    if bound is None or bound > operand.shape[axis]:
+        raise NoRule("a gather whose index is not proved in range")
+    places: list[Term] = []
+    for d in range(rank):
+        if d == axis:
+            places.append(Idx(index.node, index.args, operand.shape[axis]))
+        else:
+            places.append(piece.axes[batched[d]])
+    data = read(context.graph, operand, places)
+    return plain(indices.shape[:-1], piece.axes[:-1], data)
+
+
+def _rows_at(context: Context, eqn: Any, operand: Value, indices: Value) -> Value:
+    """What stands in the slots that indices name: a contraction with ones at these places."""
+    numbers, aval, graph = eqn.params["dimension_numbers"], eqn.outvars[0].aval, context.graph
+    indexed, collapsed = numbers.start_index_map, (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    whole = [d for d in range(len(operand.shape)) if d not in collapsed]
+    sizes = eqn.params["slice_sizes"]
+    if not set(indexed) <= set(numbers.collapsed_slice_dims) or any(sizes[d] != operand.shape[d] for d in whole):
+        raise NoRule("a gather of slices")
+    columns = _columns(context, indices)
+    batch = indices.shape[:-1]
+    base = Piece(tuple(fresh_axis(n) for n in batch))
+    base, found = _aligned(graph, base, range(len(batch)), columns)
+    places, guards = list(base.axes), []
+    for d, index in zip(indexed, found, strict=True):
+        place, conditions = peeled(graph, _in_mode(graph, eqn, index, operand.shape[d]), operand.shape[d])
+        places.append(Idx(place.node, place.args, operand.shape[d]))
+        guards += conditions
+    dtype = operand.dtype
+    shape = (*batch, *(operand.shape[d] for d in indexed))
+    ones = Value(shape, dtype, (Piece(tuple(places), (), 1, frozenset(), tuple(guards)),))
+    joined = [(d, len(batch) + k) for k, d in enumerate(indexed)]
+    joined += zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    rows, others = iter(whole), iter(range(len(batch)))
+    out = [
+        ("left", next(rows)) if i in numbers.offset_dims else ("right", next(others)) for i in range(len(aval.shape))
+    ]
+    return contract(context, operand, ones, joined, out, aval.shape, dtype)
+
+
+def _in_mode(graph: Graph, eqn: Any, index: Factor, size: int) -> Factor:
+    """The place that a gather reads for an index: out of range is no place, or the nearest one."""
+    bound = bound_of(graph, index)
+    mode, dtype = eqn.params["mode"], eqn.outvars[0].aval.dtype
+    if bound is not None and bound <= size:
+        return index
+    if mode == GatherScatterMode.FILL_OR_DROP:
+        if eqn.params["fill_value"] != 0:
+            raise NoRule("a gather that is not zero out of range")
+        return index
+    if mode == GatherScatterMode.PROMISE_IN_BOUNDS and np.dtype(dtype).kind == "u":
+        return index  # the numbers by which the gradient of `.at[].set` finds out whose row was written last
+    if not is_nonnegative(graph, index):
+        index = graph.map(prims.max_p, {}, [index, graph.lit(0, index.node.dtype)], index.node.dtype)
+    return graph.map(prims.min_p, {}, [index, graph.lit(size - 1, index.node.dtype)], index.node.dtype)
