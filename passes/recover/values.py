@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.extend.core.primitives as prims
+import numpy as np
 from jax import lax
 
 from moe_xla.passes._jax import parameters_of
@@ -233,10 +234,16 @@ def _refine(left: Sequence[Term], right: Sequence[Term], solved: dict[Var, Term]
         else:
             big, small = (a, b) if a.size > b.size else (b, a)
             big_parts, small_parts = (a_parts, b_parts) if big is a else (b_parts, a_parts)
-            if not isinstance(big, Var) or small.size == 0 or big.size % small.size:
+            if small.size == 0 or big.size % small.size or not isinstance(big, (Var, Const)):
                 raise NoRule(f"cannot align the flattened axes {a} and {b}")
-            high, low = fresh(small.size), fresh(big.size // small.size)
-            solved[big] = flatten((high, low))
+            rest = big.size // small.size
+            high: Term
+            low: Term
+            if isinstance(big, Const):
+                high, low = Const(big.value // rest, small.size), Const(big.value % rest, rest)
+            else:
+                high, low = fresh(small.size), fresh(rest)
+                solved[big] = flatten((high, low))
             big_parts[:0] = [high, low]
             small_parts.insert(0, small)
     if a_parts or b_parts:
@@ -326,6 +333,11 @@ def _discharge(
         raise Contradiction
     if not isinstance(b, Idx):
         return False
+    below = _below_limit(graph, a, b, held) or _below_limit(graph, b, a, held)
+    if below is not None:
+        equal.discard(pair)
+        equal.add(below)
+        return True
     if _discharge_rank(graph, a, b, equal, held, solved):
         equal.discard(pair)
         return True
@@ -337,6 +349,17 @@ def _discharge(
             if not extra:
                 return True
     return False
+
+
+def _below_limit(graph: Graph, a: Idx, b: Idx, held: frozenset[Factor]) -> tuple[Idx, Idx] | None:
+    """`a = min(b, limit)` is `a = b` where `a` is below the limit."""
+    least = unconverted(b.factor)
+    if not is_map(least, "min"):
+        return None
+    for limit, other in (operands_at(least), operands_at(least)[::-1]):
+        if literal(limit) is not None and _is_below(graph, a.factor, graph.lit(literal(limit) - 1, np.int64), held):
+            return a, Idx(other.node, other.args, b.size)
+    return None
 
 
 def _discharge_rank(
@@ -515,6 +538,10 @@ def has_unique_cells(graph: Graph, value: Value) -> bool:
 # ------------------------------------------------------------------------------------- canonical pieces
 
 
+def _times(graph: Graph, a: Factor, b: Factor) -> Factor:
+    return graph.map(prims.mul_p, parameters_of(lax.mul), [a, b], a.node.dtype)
+
+
 def as_condition(graph: Graph, factor: Factor) -> tuple[Factor | None, Factor | None]:
     """(guard, rest) for a factor that is zero unless a condition holds; rest None stands for one."""
     if is_boolean(factor.node.dtype):
@@ -532,6 +559,12 @@ def as_condition(graph: Graph, factor: Factor) -> tuple[Factor | None, Factor | 
             if literal(if_true) is not None and literal(if_true) == 0:
                 rest = None if literal(if_false) is not None and literal(if_false) == 1 else if_false
                 return graph.logical_not(condition), rest
+    if is_map(factor, "mul") and not is_boolean(factor.node.dtype):
+        for mask, other in (operands_at(factor), operands_at(factor)[::-1]):
+            guard, rest = as_condition(graph, mask)
+            if guard is not None:
+                product = [f for f in (rest, other) if f is not None]
+                return guard, functools.reduce(lambda a, b: _times(graph, a, b), product)
     return None, None
 
 
@@ -553,6 +586,7 @@ def masks_to_guards(graph: Graph, piece: Piece) -> Piece | None:
     )
     factors: list[Factor] = []
     guards: dict[Factor, None] = {}
+    conditions: set[Factor] = set(piece.guards)
     coef = piece.coef
     pending = list(piece.factors)
     while pending:
@@ -565,6 +599,7 @@ def masks_to_guards(graph: Graph, piece: Piece) -> Piece | None:
         if guard is None:
             factors.append(factor)
             continue
+        conditions.update(conjuncts(guard))
         if piece.points and not set(factor_vars([guard])) <= piece.points:
             factors.append(factor)
             guards.update({c: None for c in conjuncts(guard) if set(factor_vars([c])) <= piece.points})
@@ -576,7 +611,7 @@ def masks_to_guards(graph: Graph, piece: Piece) -> Piece | None:
     if any(settled(g) is False or (literal(g) is not None and not literal(g)) for g in split) or coef == 0:
         return None
     kept = tuple(dict.fromkeys(g for g in split if literal(g) is None))
-    if any(graph.logical_not(g) in kept for g in kept):
+    if any(graph.logical_not(g) in conditions for g in conditions.union(kept) if literal(g) is None):
         return None
     return _data_masks_as_factors(graph, piece.replace(factors=tuple(factors), guards=kept, coef=coef))
 
@@ -666,12 +701,29 @@ def _is_below(graph: Graph, factor: Factor, limit: Factor, held: frozenset[Facto
             bound = literal(right)
             if bound is None or bound > most + (1 if is_map(test, "lt") else 0):
                 continue
-            if left == factor or (_unconverted(left) == _unconverted(factor) and is_nonnegative(graph, left)):
+            if left == factor or (unconverted(left) == unconverted(factor) and is_nonnegative(graph, left)):
                 return True
     return False
 
 
-def _unconverted(factor: Factor) -> Factor:
+def unflattened(graph: Graph, place: Idx, low: int, held: frozenset[Factor]) -> tuple[Idx, Idx] | None:
+    """`index * low + position` as the two places that it stands for, if the position is proved to be below `low`."""
+    factor = unconverted(place.factor)
+    if not is_map(factor, "add"):
+        return None
+    for product, rest in (operands_at(factor), operands_at(factor)[::-1]):
+        if not is_map(unconverted(product), "mul"):
+            continue
+        for scale, index in (operands_at(unconverted(product)), operands_at(unconverted(product))[::-1]):
+            if literal(scale) is None or int(literal(scale)) != low or not is_nonnegative(graph, rest):
+                continue
+            size, high = bound_of(graph, index), place.size // low
+            if size is not None and size <= high and holds(graph, graph.compare(prims.lt_p, rest, low), held):
+                return Idx(index.node, index.args, high), Idx(rest.node, rest.args, low)
+    return None
+
+
+def unconverted(factor: Factor) -> Factor:
     """An integer as it was before it was converted to other integers, which keep what is below a literal."""
     while is_map(factor, "convert_element_type") and is_integer(operands_at(factor)[0].node.dtype):
         factor = operands_at(factor)[0]
@@ -731,11 +783,7 @@ def materialised(graph: Graph, piece: Piece, dtype: Any) -> Factor:
         factors.append(graph.lit(piece.coef, dtype))
     data = factors[0]
     for factor in factors[1:]:
-        data = (
-            graph.map(prims.mul_p, parameters_of(lax.mul), [data, factor], dtype)
-            if not is_boolean(dtype)
-            else graph.logical_and([data, factor])
-        )
+        data = _times(graph, data, factor) if not is_boolean(dtype) else graph.logical_and([data, factor])
     guards = list(piece.guards)
     guards += [graph.compare(prims.eq_p, a.factor, b.factor) for a, b in sorted(piece.equalities, key=repr)]
     if guards:

@@ -14,7 +14,7 @@ import numpy as np
 
 from moe_xla.passes.recover.nodes import Graph
 from moe_xla.passes.recover.rules.table import Context
-from moe_xla.passes.recover.terms import UNIT, Factor, Var, fresh_axis, has_idx, vars_of
+from moe_xla.passes.recover.terms import UNIT, Const, Factor, Var, fresh_axis, has_idx, vars_of
 from moe_xla.passes.recover.values import (
     Contradiction,
     NoRule,
@@ -34,6 +34,9 @@ from moe_xla.passes.recover.values import (
     plain_map,
     read,
 )
+
+# A piece over all choices meets pieces over one choice each: it is taken apart if there are not too many.
+_MOST_CASES = 16
 
 
 def on_cells(
@@ -110,6 +113,10 @@ def _parts(graph: Graph, others: Sequence[Piece], piece: Piece) -> list[Piece]:
             solved, rest = align(graph, [other, whole], [[(0, a), (1, a)] for a in range(len(piece.axes))])
         except (Contradiction, NoRule):
             continue
+        fixed = [v for v in whole.variables if isinstance(solved.get(v), Const)]
+        if not rest and len(fixed) == 1 and fixed[0].size <= _MOST_CASES:
+            cases = [whole.substitute({fixed[0]: Const(c, fixed[0].size)}) for c in range(fixed[0].size)]
+            return [q for case in cases for q in _parts(graph, others, case)]
         merged = _merged(whole, solved) if not rest and only_renames(other, solved) else None
         if merged is not None:
             a, b = (Factor(graph.iota(v.size, np.int32), (v,)) for v in merged)

@@ -9,12 +9,12 @@ import jax.extend.core.primitives as prims
 import numpy as np
 from jax.lax import GatherScatterMode
 
-from moe_xla.passes.recover.facts import bound_of, depends_on_rank, is_nonnegative
-from moe_xla.passes.recover.nodes import Graph, is_integer
+from moe_xla.passes.recover.facts import bound_of, conjuncts, depends_on_rank, is_nonnegative
+from moe_xla.passes.recover.nodes import Graph, is_integer, is_map, literal, operands_at
 from moe_xla.passes.recover.rules.contractions import contract
 from moe_xla.passes.recover.rules.structure import column
 from moe_xla.passes.recover.rules.table import Context, rule
-from moe_xla.passes.recover.terms import Factor, Idx, Term, fresh_axis
+from moe_xla.passes.recover.terms import Const, Factor, Flat, Idx, Term, flatten, fresh_axis
 from moe_xla.passes.recover.values import (
     NoRule,
     Piece,
@@ -28,6 +28,9 @@ from moe_xla.passes.recover.values import (
     peeled,
     plain,
     read,
+    unconverted,
+    under_guards,
+    unflattened,
 )
 
 
@@ -93,8 +96,8 @@ def _placed(graph: Graph, numbers: Any, shape: Sequence[int], columns: Sequence[
     for d, size in enumerate(shape):
         if d in indexed:
             place, conditions = peeled(graph, indexed[d], size)
-            axes.append(Idx(place.node, place.args, size))
             guards += conditions
+            axes.append(_place(graph, place, size, frozenset(guards)))
         elif d in batched:
             axes.append(update.axes[free[batched[d]]])
         else:
@@ -150,14 +153,12 @@ def _rows_at(context: Context, eqn: Any, operand: Value, indices: Value) -> Valu
     batch = indices.shape[:-1]
     base = Piece(tuple(fresh_axis(n) for n in batch))
     base, found = _aligned(graph, base, range(len(batch)), columns)
-    places, guards = list(base.axes), []
+    cases = [base]
     for d, index in zip(indexed, found, strict=True):
-        place, conditions = peeled(graph, _in_mode(graph, eqn, index, operand.shape[d]), operand.shape[d])
-        places.append(Idx(place.node, place.args, operand.shape[d]))
-        guards += conditions
+        cases = [c for case in cases for c in _with_place(graph, case, eqn, index, operand.shape[d])]
     dtype = operand.dtype
     shape = (*batch, *(operand.shape[d] for d in indexed))
-    ones = Value(shape, dtype, (Piece(tuple(places), (), 1, frozenset(), tuple(guards)),))
+    ones = Value(shape, dtype, tuple(cases))
     joined = [(d, len(batch) + k) for k, d in enumerate(indexed)]
     joined += zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     rows, others = iter(whole), iter(range(len(batch)))
@@ -165,6 +166,50 @@ def _rows_at(context: Context, eqn: Any, operand: Value, indices: Value) -> Valu
         ("left", next(rows)) if i in numbers.offset_dims else ("right", next(others)) for i in range(len(aval.shape))
     ]
     return contract(context, operand, ones, joined, out, aval.shape, dtype)
+
+
+def _with_place(graph: Graph, case: Piece, eqn: Any, index: Factor, size: int) -> list[Piece]:
+    """A case with one more place: where a condition chooses between two, two cases."""
+    options: list[tuple[Factor, list[Factor]]] = [(index, [])]
+    index = unconverted(index)
+    if is_map(index, "select_n") and len(operands_at(index)) == 3:
+        condition, if_false, if_true = operands_at(index)
+        fixed = [literal(i) for i in (if_false, if_true)]
+        if any(value is not None and 0 <= value < size for value in fixed):
+            options = [(if_false, [graph.logical_not(condition)]), (if_true, conjuncts(condition))]
+    cases = []
+    for option, conditions in options:
+        held = frozenset((*case.guards, *conditions))
+        inside = under_guards(graph, option, held)
+        value = literal(inside)
+        place, more = peeled(graph, inside, size)
+        term = _place(graph, place, size, held | set(more))
+        if value is not None and 0 <= value < size:
+            term = Const(int(value), size)
+        elif not isinstance(term, Flat):
+            place, more = peeled(graph, _in_mode(graph, eqn, inside, size), size)
+            term = Idx(place.node, place.args, size)
+        conditions = [*conditions, *more]
+        cases.append(case.replace(axes=(*case.axes, term), guards=tuple(dict.fromkeys((*case.guards, *conditions)))))
+    return cases
+
+
+def _place(graph: Graph, index: Factor, size: int, held: frozenset[Factor]) -> Term:
+    """The place of an index; of one that is an expert and a position in one number, both."""
+    place, whole = Idx(index.node, index.args, size), unconverted(index)
+    if is_map(whole, "add"):
+        for low in {int(v) for op in operands_at(whole) if (v := _scale(op)) is not None and v > 1}:
+            pair = unflattened(graph, place, low, held) if size % low == 0 else None
+            if pair is not None:
+                return flatten(pair)
+    return place
+
+
+def _scale(factor: Factor) -> Any:
+    """The literal that a product multiplies with."""
+    factor = unconverted(factor)
+    values = [literal(op) for op in operands_at(factor)] if is_map(factor, "mul") else []
+    return next((v for v in values if v is not None), None)
 
 
 def _in_mode(graph: Graph, eqn: Any, index: Factor, size: int) -> Factor:

@@ -32,6 +32,7 @@ from moe_xla.passes.recover.values import (
     NoRule,
     Piece,
     Value,
+    held_factors,
     in_range,
     is_slot,
     literal_of,
@@ -40,6 +41,7 @@ from moe_xla.passes.recover.values import (
     peeled,
     plain,
     resolve,
+    unflattened,
 )
 
 
@@ -95,6 +97,7 @@ def reshape(context: Context, eqn: Any, value: Value) -> Value:
 
 def _reshaped(graph: Graph, piece: Piece, shape: Sequence[int]) -> Piece:
     solved: dict[Var, Term] = {}
+    held = held_factors(graph, [piece])
     pending = [p for a in piece.axes for p in (parts_of(a) if a.size != 1 else ())]
     guards = list(piece.guards)
     guards += [graph.compare(prims.eq_p, a.factor, 0) for a in piece.axes if isinstance(a, Idx) and a.size == 1]
@@ -112,13 +115,15 @@ def _reshaped(graph: Graph, piece: Piece, shape: Sequence[int]) -> Piece:
                 chosen.append(part)
                 have *= part.size
             else:
-                pending = [*_split(graph, part, size // have, size % have, solved), *pending]
+                pending = [*_split(graph, part, size // have, size % have, solved, held), *pending]
         axes.append(flatten(chosen))
     result = piece.replace(axes=tuple(axes), guards=tuple(guards))
     return result.substitute({v: resolve(v, solved) for v in solved})
 
 
-def _split(graph: Graph, part: Term, high: int, remainder: int, solved: dict[Var, Term]) -> list[Term]:
+def _split(
+    graph: Graph, part: Term, high: int, remainder: int, solved: dict[Var, Term], held: frozenset[Factor]
+) -> list[Term]:
     """One place as two, `high` places of the slower one."""
     if remainder or high == 0 or part.size % high:
         raise NoRule(f"a reshape cuts through the axis of length {part.size}")
@@ -130,6 +135,9 @@ def _split(graph: Graph, part: Term, high: int, remainder: int, solved: dict[Var
     if isinstance(part, Const):
         return [Const(part.value // low, high), Const(part.value % low, low)]
     assert isinstance(part, Idx)
+    known = unflattened(graph, part, low, held)
+    if known is not None:
+        return list(known)
     divisor = graph.lit(low, part.node.dtype)
     if np.dtype(part.node.dtype).kind not in "iu":
         raise NoRule("a reshape splits an axis that is indexed by a float")
