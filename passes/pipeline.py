@@ -26,11 +26,12 @@ from moe_xla.passes.recover.facts import assignments_of, choices_of
 from moe_xla.passes.recover.interpret import Recovery, describe
 from moe_xla.passes.recover.loads import is_use_of_capacity, numbers_of_layers
 from moe_xla.passes.recover.lower import Lowering, Refusal
+from moe_xla.passes.recover.nodes import is_floating
 from moe_xla.passes.recover.session import Session
 from moe_xla.passes.recover.values import NoRule
 from moe_xla.passes.site import KEPT, REWRITTEN, Site
 
-PATTERNS = ("einsum_dispatch",)
+PATTERNS = ("einsum_dispatch", "scatter_dispatch")
 SEMANTICS = ("dropless", "exact")
 _RECURSION_LIMIT = 20_000
 _NEXT_MODE = {"dropless": "exact", "exact": "off"}
@@ -65,6 +66,7 @@ class _Layer:
     """What is known of a site before it is decided what becomes of it."""
 
     key: tuple[Any, ...]
+    pattern: str
     source: str | None
     assignments: int
     tokens: int
@@ -87,7 +89,7 @@ class _Emission:
 def rewrite_jaxpr(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritten:
     """Rewrites the Mixture-of-Experts layers of `closed`; never raises for a program that jax itself accepts."""
     as_written = jex.core.jaxpr_as_fun(closed)
-    if "einsum_dispatch" not in options.patterns:
+    if not options.patterns:
         return Rewritten(as_written, ())
     modes: dict[Any, str] = {}
     denials: dict[Any, _Denial] = {}
@@ -95,7 +97,7 @@ def rewrite_jaxpr(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritt
     while True:
         session = Session(modes, options.semantics)
         with _room_for_graphs():
-            result = _attempt(closed, session, layers, options.backend)
+            result = _attempt(closed, session, layers, options)
         if result is None:
             return Rewritten(as_written, _sites(layers, modes, denials, options, None))
         if isinstance(result, _Emission):
@@ -122,18 +124,18 @@ def _room_for_graphs() -> Iterator[None]:
 
 
 def _attempt(
-    closed: jex.core.ClosedJaxpr, session: Session, layers: dict[Any, _Layer], backend: str
+    closed: jex.core.ClosedJaxpr, session: Session, layers: dict[Any, _Layer], options: PassOptions
 ) -> _Emission | Refusal | None:
     """One walk and emission with the modes of `session`: the program, why not, or None where no layer is left."""
     recovery = Recovery(session)
     try:
-        return _recovered(closed, recovery, layers, backend)
+        return _recovered(closed, recovery, layers, options)
     finally:
         recovery.release()
 
 
 def _recovered(
-    closed: jex.core.ClosedJaxpr, recovery: Recovery, layers: dict[Any, _Layer], backend: str
+    closed: jex.core.ClosedJaxpr, recovery: Recovery, layers: dict[Any, _Layer], options: PassOptions
 ) -> _Emission | Refusal | None:
     session = recovery.session
     inputs = [recovery.input(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
@@ -146,12 +148,16 @@ def _recovered(
             return None
         return Refusal(frozenset(), _internal("lift", error), None)
     session.unite_recomputed()
-    for layer in _layers(session):
+    found = _layers(session)
+    for layer in found:
         layers.setdefault(layer.key[0], layer)
     if not session.slot_wires:
         return None
+    unwanted = next((layer for layer in found if layer.pattern not in options.patterns), None)
+    if unwanted is not None:
+        return Refusal(frozenset(unwanted.key), f"the pattern {unwanted.pattern} is not looked for", None)
     early = _unentered(session) or _inconsistent_capacity(session) or _capacity_in_use(session)
-    return early or _emit(closed, recovery, [*consts, *inputs], outputs, backend)
+    return early or _emit(closed, recovery, [*consts, *inputs], outputs, options.backend)
 
 
 def _internal(part: str, error: Exception) -> str:
@@ -276,6 +282,7 @@ def _layer(session: Session, members: list[Any]) -> _Layer:
     wires = [w for w in session.slot_wires if set(w.slots) & set(members)]
     return _Layer(
         key=tuple(members),
+        pattern=_pattern(wires),
         source=describe(session.sources[members[0]]),
         assignments=sum({n.site: assignments_of(n) for _, n in ranks if n.site not in session.recomputed}.values()),
         tokens=max((assignments_of(n) // choices_of(g, n) for g, n in ranks), default=0),
@@ -284,6 +291,12 @@ def _layer(session: Session, members: list[Any]) -> _Layer:
         removed_bytes=sum(math.prod(w.shape) * w.dtype.itemsize for w in wires),
         naive_flops=_slot_flops(wires),
     )
+
+
+def _pattern(wires: Sequence[Any]) -> str:
+    """How rows come into the slots."""
+    makers = {getattr(w.step, "name", None) for w in wires if is_floating(w.dtype)}
+    return "scatter_dispatch" if makers & {"scatter", "scatter-add"} else "einsum_dispatch"
 
 
 def _slot_flops(wires: Sequence[Any]) -> int:
@@ -304,7 +317,8 @@ def _sites(
     options: PassOptions,
     emission: _Emission | None,
 ) -> tuple[Site, ...]:
-    return tuple(_site(layer, modes, denials, options, emission) for _, layer in sorted(layers.items()))
+    wanted = [layer for _, layer in sorted(layers.items()) if layer.pattern in options.patterns]
+    return tuple(_site(layer, modes, denials, options, emission) for layer in wanted)
 
 
 def _site(
@@ -321,7 +335,7 @@ def _site(
     tokens = layer.tokens if kept or emission is None else emission.tokens.get(root, layer.tokens)
     return Site(
         status=KEPT if kept else REWRITTEN,
-        pattern="einsum_dispatch",
+        pattern=layer.pattern,
         semantics=None if kept else mode,
         source=layer.source,
         reason=denial.reason if denial else None,

@@ -60,7 +60,7 @@ def site_errors(form: Form, sites, semantics: str) -> list[str]:
     wanted = {
         "status": "rewritten",
         "semantics": semantics,
-        "pattern": "einsum_dispatch",
+        "pattern": form.pattern,
         "reason": None,
         "tokens": form.tokens,
         "experts": form.experts,

@@ -92,6 +92,7 @@ class Form:
       tolerance: relative error that is allowed whatever the precision of the inputs; None for that precision's own.
       rows: rows of `y`, where one call of the program runs the layer on `tokens` rows several times over.
       mixes_tokens: whether a token's output depends on other tokens even when nothing is dropped.
+      pattern: the name of the pattern that the report must give.
       own_step: `(capacity) -> step`, where the program does not take its gradients from outside.
     """
 
@@ -110,6 +111,7 @@ class Form:
     tolerance: float | None = None
     rows: int | None = None
     mixes_tokens: bool = False
+    pattern: str = "einsum_dispatch"
     own_step: Callable[[int], Callable] | None = None
 
     def __repr__(self) -> str:
@@ -164,6 +166,7 @@ def add(
     tolerance: float | None = None,
     rows: int | None = None,
     mixes_tokens: bool = False,
+    pattern: str = "einsum_dispatch",
     own_step: Callable | None = None,
 ) -> None:
     """Registers a form over `[TOKENS, MODEL]`, or over `[GROUPS, GROUP_TOKENS, MODEL]` where `grouped`."""
@@ -188,6 +191,7 @@ def add(
         tolerance=tolerance,
         rows=rows,
         mixes_tokens=mixes_tokens,
+        pattern=pattern,
         own_step=own_step,
     )
 

@@ -892,6 +892,70 @@ def divided_by_load(params, x, capacity):
     return jnp.einsum("tec,ecd->td", combine, out), {}
 
 
+def _scattered(put, take, position=_queue):
+    """Rows put into slots by `put(zeros, e, slot, rows)`, and read by `take(out, e, slot)`."""
+
+    def layer(params, x, capacity):
+        gate, index, _ = composed.softmax_normalised(params, x, 2)
+        e, slot = index.reshape(-1), position(index).reshape(-1)
+        buffer = put(jnp.zeros((EXPERTS, capacity, MODEL), x.dtype), e, slot, jnp.repeat(x, 2, axis=0))
+        rows = take(composed.biased(params, buffer), e, slot) * gate.reshape(-1)[:, None]
+        return rows.reshape(-1, 2, MODEL).sum(1), {}
+
+    return layer
+
+
+def _put(buffer, e, slot, rows):
+    return buffer.at[e, slot].set(rows, mode="drop")
+
+
+def _put_last(buffer, e, slot, rows):
+    """What overflows is written over the last slot."""
+    return buffer.at[e, jnp.minimum(slot, buffer.shape[1] - 1)].set(rows)
+
+
+def _put_spare(buffer, e, slot, rows):
+    """What overflows goes to a slot that nobody reads."""
+    wide = jnp.zeros((EXPERTS, buffer.shape[1] + 1, MODEL), rows.dtype)
+    return wide.at[e, jnp.minimum(slot, buffer.shape[1])].set(rows)[:, :-1]
+
+
+def _take(out, e, slot):
+    return out.at[e, slot].get(mode="fill", fill_value=0)
+
+
+def _take_last(out, e, slot):
+    """What overflows reads the row of the last slot."""
+    return out.at[e, slot].get(mode="clip")
+
+
+def _take_promised(out, e, slot):
+    return out.at[e, jnp.minimum(slot, out.shape[1] - 1)].get(mode="promise_in_bounds")
+
+
+SCATTERED = {
+    "put_last": _scattered(_put_last, _take),
+    "add_last": _scattered(lambda z, e, slot, rows: z.at[e, jnp.minimum(slot, z.shape[1] - 1)].add(rows), _take),
+    "put_spare": _scattered(_put_spare, _take),
+    "put_clipped": _scattered(lambda z, e, slot, rows: z.at[e, slot].set(rows, mode="clip"), _take),
+    "put_on_ones": _scattered(lambda z, e, slot, rows: (z + 1).at[e, slot].set(rows, mode="drop"), _take),
+    "add_on_ones": _scattered(lambda z, e, slot, rows: (z + 1).at[e, slot].add(rows, mode="drop"), _take),
+    "put_twice": _scattered(lambda z, e, slot, rows: _put(_put(z, e, slot, rows), e, slot + 1, 2 * rows), _take),
+    "take_last": _scattered(_put, _take_last),
+    "take_promised": _scattered(_put, _take_promised),
+    "take_nan": _scattered(_put, lambda out, e, slot: jnp.nan_to_num(out.at[e, slot].get(mode="fill"), nan=0.5)),
+    "take_next_expert": _scattered(_put, lambda out, e, slot: _take(out, (e + 1) % EXPERTS, slot)),
+    "take_next_slot": _scattered(_put, lambda out, e, slot: _take(out, e, slot + 1)),
+    "take_other_token": _scattered(_put, lambda out, e, slot: _take(out, e[::-1], slot[::-1])),
+    "colliding": _scattered(_put, _take, position=_per_choice),
+    "colliding_sum": _scattered(
+        lambda z, e, slot, rows: z.at[e, slot].add(rows, mode="drop"), _take, position=_per_choice
+    ),
+    "flat_overflow": _scattered(
+        lambda z, e, slot, rows: z.reshape(-1, MODEL).at[e * z.shape[1] + slot].add(rows).reshape(z.shape), _take
+    ),
+    "wrapped": _scattered(_put, _take, position=lambda index: _queue(index) - 1),
+}
 EITHER = {
     "padding_mask": padding_mask,
     "random_second_choice": random_second_choice,
@@ -917,6 +981,7 @@ EITHER = {
     "kept_slot_returned": _layer(metrics=_returned("kept_slot")),
     "short_bf16_ranks": _layer(slots=_slots(_narrow(jnp.bfloat16))),
     "short_int8_ranks": _layer(slots=_slots(_narrow(jnp.int8))),
+    **SCATTERED,
 }
 # A token's output depends on which other tokens share its slots, or on the capacity itself: not dropless.
 NEVER_DROPLESS = {"buffer_meets_masks", "combined_by_another_mask", "kept_slot_returned"}
