@@ -29,7 +29,6 @@ from moe_xla.passes.recover.facts import (
 from moe_xla.passes.recover.nodes import (
     Ein,
     Graph,
-    Iota,
     Leaf,
     Lit,
     Map,
@@ -44,7 +43,7 @@ from moe_xla.passes.recover.nodes import (
 from moe_xla.passes.recover.program import Step, Wire
 from moe_xla.passes.recover.rules import TABLE, Context
 from moe_xla.passes.recover.rules.elementwise import NAMES as ELEMENTWISE
-from moe_xla.passes.recover.rules.elementwise import apply
+from moe_xla.passes.recover.rules.elementwise import apply, iota_axis
 from moe_xla.passes.recover.rules.ranks import queue_counts
 from moe_xla.passes.recover.scopes import CHECKPOINTS, SCANS, Entrance, Exit, Scope
 from moe_xla.passes.recover.session import Path, Session
@@ -441,15 +440,16 @@ class Recovery:
 
     def _note_distinct(self, given: Wire, step: Step, node: Node) -> None:
         """The order that `argsort` finds, and the first columns of one."""
-        axis = _axis_of_iota(given) if step.name == "sort" else None
-        if axis is not None and axis != step.eqn.params["dimension"]:
+        value = given.value
+        if value is None or not value.is_plain:
             return
-        if axis is None and step.name != "sort" and given.value is not None and given.value.is_plain:
-            fact = distinct_of(self.graph, given.value.factor)
-            axes = given.value.pieces[0].axes
-            axis = axes.index(fact.along) if fact is not None and fact.along in axes else None
-        if axis is not None:
-            self.graph.distinct[node] = axis
+        if step.name == "sort":
+            if iota_axis(value) == step.eqn.params["dimension"]:
+                self.graph.distinct[node] = step.eqn.params["dimension"]
+            return
+        fact, axes = distinct_of(self.graph, value.factor), value.pieces[0].axes
+        if fact is not None and fact.along in axes:
+            self.graph.distinct[node] = axes.index(fact.along)
 
     def _seal(self, wire: Wire, definition: Value | None) -> None:
         wire.definition = definition
@@ -498,14 +498,6 @@ def _picks_choices(step: Step) -> bool:
         return False
     widths = zip(step.inputs[0].shape, step.outputs[0].shape, strict=False)
     return step.name == "unstack" or all(new in (old, 1) for old, new in widths)
-
-
-def _axis_of_iota(wire: Wire) -> int | None:
-    """The axis along which an array counts 0, 1, 2, …."""
-    assert wire.value is not None
-    if not wire.value.is_plain or not isinstance(wire.value.factor.node, Iota):
-        return None
-    return wire.value.pieces[0].axes.index(wire.value.factor.args[0])
 
 
 def is_boring(value: Value | None) -> bool:

@@ -241,30 +241,30 @@ def pinned(graph: Graph, factor: Factor) -> Factor:
     return graph.map(node.prim, node.params, [pinned(graph, op) for op in operands_at(factor)], node.dtype)
 
 
-def _is_at_least(factor: Factor, bound: float, strictly: bool = False) -> bool:
-    """Whether a number is proved to be at least `bound`, or more, unless it is NaN."""
+def _is_positive(factor: Factor, or_zero: bool = False) -> bool:
+    """Whether a number is proved to be above zero, or not below it, unless it is NaN."""
     value = literal(factor)
     if value is not None:
-        return bool(value > bound if strictly else value >= bound)
+        return bool(value >= 0 if or_zero else value > 0)
     if isinstance(factor.node, Ein):
-        summed = bound == 0 and not strictly and factor.node.reducer == "sum" and factor.node.coef >= 0
-        return summed and all(_is_at_least(f, 0) for f in factor.node.factors)
+        summed = or_zero and factor.node.reducer == "sum" and factor.node.coef >= 0
+        return summed and all(_is_positive(f, or_zero=True) for f in factor.node.factors)
     if isinstance(factor.node, Iota):
-        return bound == 0 and not strictly
+        return or_zero
     if not isinstance(factor.node, Map):
         return False
     name, ops = factor.node.name, operands_at(factor)
     if name == "convert_element_type":
-        return is_floating(ops[0].node.dtype) and not strictly and _is_at_least(ops[0], bound)
+        return or_zero and is_floating(ops[0].node.dtype) and _is_positive(ops[0], or_zero=True)
     if name in ("abs", "exp", "exp2", "square", "logistic") or (name == "integer_pow" and factor.node.params["y"] == 2):
-        return bound < 0 or (bound == 0 and not strictly)
-    if name == "sqrt" and bound == 0:
-        return _is_at_least(ops[0], 0, strictly)
+        return or_zero
+    if name == "sqrt":
+        return _is_positive(ops[0], or_zero)
     if name == "max":
-        return any(_is_at_least(op, bound, strictly) for op in ops)
-    if name in ("add", "add_any") and bound == 0:
+        return any(_is_positive(op, or_zero) for op in ops)
+    if name in ("add", "add_any"):
         others = (ops[0], ops[1]), (ops[1], ops[0])
-        return any(_is_at_least(a, 0, strictly) and _is_at_least(b, 0) for a, b in others)
+        return any(_is_positive(a, or_zero) and _is_positive(b, or_zero=True) for a, b in others)
     return False
 
 
@@ -461,13 +461,13 @@ class Graph:
                     return ops[1 - i]
         if name == "mul" and (masked := self._fold_mask(ops, dtype)) is not None:
             return masked
-        if name == "div" and values[0] is not None and values[0] == 0 and _is_at_least(ops[1], 0, strictly=True):
+        if name == "div" and values[0] is not None and values[0] == 0 and _is_positive(ops[1]):
             return ops[0]
         if name in ("add", "add_any", "sub") and values[1] is not None and values[1] == 0 and is_integer(dtype):
             return ops[0]
         if name in ("eq", "ne") and (ops[0] == ops[1] and is_integer(ops[0].node.dtype)):
             return self.lit(name == "eq", bool)
-        if name in ("eq", "ne") and values[1] is not None and values[1] == 0 and _is_at_least(ops[0], 0, strictly=True):
+        if name in ("eq", "ne") and values[1] is not None and values[1] == 0 and _is_positive(ops[0]):
             return self.lit(name == "ne", bool)
         if name not in ("and", "or") or not is_boolean(dtype):
             return None

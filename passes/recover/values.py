@@ -563,8 +563,7 @@ def as_condition(graph: Graph, factor: Factor) -> tuple[Factor | None, Factor | 
         for mask, other in (operands_at(factor), operands_at(factor)[::-1]):
             guard, rest = as_condition(graph, mask)
             if guard is not None:
-                product = [f for f in (rest, other) if f is not None]
-                return guard, functools.reduce(lambda a, b: _times(graph, a, b), product)
+                return guard, other if rest is None else _times(graph, rest, other)
     return None, None
 
 
@@ -706,8 +705,11 @@ def _is_below(graph: Graph, factor: Factor, limit: Factor, held: frozenset[Facto
     return False
 
 
-def unflattened(graph: Graph, place: Idx, low: int, held: frozenset[Factor]) -> tuple[Idx, Idx] | None:
-    """`index * low + position` as the two places that it stands for, if the position is proved to be below `low`."""
+def unflattened(graph: Graph, place: Idx, held: frozenset[Factor], length: int | None = None) -> tuple[Idx, Idx] | None:
+    """`index * low + position` as the two places that it stands for, if the position is proved to be below `low`.
+
+    `length` asks for one `low`; by default any that divides the axis will do.
+    """
     factor = unconverted(place.factor)
     if not is_map(factor, "add"):
         return None
@@ -715,7 +717,8 @@ def unflattened(graph: Graph, place: Idx, low: int, held: frozenset[Factor]) -> 
         if not is_map(unconverted(product), "mul"):
             continue
         for scale, index in (operands_at(unconverted(product)), operands_at(unconverted(product))[::-1]):
-            if literal(scale) is None or int(literal(scale)) != low or not is_nonnegative(graph, rest):
+            low = 0 if literal(scale) is None else int(literal(scale))
+            if low < 2 or length not in (None, low) or place.size % low or not is_nonnegative(graph, rest):
                 continue
             size, high = bound_of(graph, index), place.size // low
             if size is not None and size <= high and holds(graph, graph.compare(prims.lt_p, rest, low), held):

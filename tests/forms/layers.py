@@ -204,7 +204,7 @@ def gshard_flat_int(params, x, capacity):
     return y, {"counts": counts, "kept": mask1.sum(0) + mask2.sum(0), "queue_length": queue_length}
 
 
-def _joined_masks(join, filtered, gate, index, mask1, mask2, position1, position2, capacity):
+def _joined_masks(join, filtered, index, mask1, mask2, position1, position2, capacity):
     """hot [t,2,e], position [t,2] and keep [t,2] of first and second choices, put side by side in one of three ways."""
     own = [jnp.sum(p * m, axis=-1) for p, m in ((position1, mask1), (position2, mask2))]
     if join == "masks":
@@ -226,7 +226,7 @@ def gshard_joined(params, x, capacity, *, join, filtered):
     mask1, mask2 = (one_hot(index[:, k], EXPERTS, dtype=jnp.int32) for k in range(2))
     position1 = jnp.cumsum(mask1, axis=0) - 1
     position2 = jnp.cumsum(mask2, axis=0) - 1 + mask1.sum(axis=0)
-    hot, position, keep = _joined_masks(join, filtered, gate, index, mask1, mask2, position1, position2, capacity)
+    hot, position, keep = _joined_masks(join, filtered, index, mask1, mask2, position1, position2, capacity)
     slot = one_hot(position, capacity, dtype=x.dtype)
     dispatch, combine = composed.build_masks(Masks(), gate, hot.astype(x.dtype), slot, keep)
     y = jnp.einsum("tec,ecd->td", combine, composed.biased(params, jnp.einsum("tec,td->ecd", dispatch, x)))

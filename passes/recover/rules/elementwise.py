@@ -138,9 +138,7 @@ def apply(
             return delta if name == "eq" else apply(context, prims.not_p, {}, [delta], shape, dtype)
     if all(v.is_plain for v in values):
         return plain_map(context.graph, prim, params, values, shape, dtype)
-    if name == "select_n" and all(
-        literal_of(v) is not None and literal_of(v) == literal_of(values[1]) for v in values[1:]
-    ):
+    if name == "select_n" and _are_same_literal(values[1:]):
         return values[1]
     linear = _linear(context, prim, params, values, shape, dtype)
     return linear if linear is not None else on_cells(context, prim, params, values, shape, dtype)
@@ -154,7 +152,7 @@ def _are_same_literal(values: Sequence[Value]) -> bool:
 # ------------------------------------------------------------------------------------------------ deltas
 
 
-def _iota_axis(value: Value) -> int | None:
+def iota_axis(value: Value) -> int | None:
     """The axis along which a plain value counts 0, 1, 2, …, or None."""
     if not value.is_plain or not isinstance(value.factor.node, Iota):
         return None
@@ -165,7 +163,7 @@ def _iota_axis(value: Value) -> int | None:
 def _delta(context: Context, values: list[Value], shape: Sequence[int]) -> Value | None:
     """`index == iota` as a value whose pieces stand at `index`."""
     for counter, index in ((values[0], values[1]), (values[1], values[0])):
-        axis = _iota_axis(counter)
+        axis = iota_axis(counter)
         if axis is None:
             continue
         if index.is_plain and isinstance(index.factor.node, Iota):

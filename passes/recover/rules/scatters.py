@@ -12,7 +12,7 @@ from jax.lax import GatherScatterMode
 from moe_xla.passes.recover.facts import bound_of, conjuncts, depends_on_rank, is_nonnegative
 from moe_xla.passes.recover.nodes import Graph, is_integer, is_map, literal, operands_at
 from moe_xla.passes.recover.rules.contractions import contract
-from moe_xla.passes.recover.rules.structure import column
+from moe_xla.passes.recover.rules.structure import entry
 from moe_xla.passes.recover.rules.table import Context, rule
 from moe_xla.passes.recover.terms import Const, Factor, Flat, Idx, Term, flatten, fresh_axis
 from moe_xla.passes.recover.values import (
@@ -66,7 +66,7 @@ def _columns(context: Context, indices: Value) -> list[Piece]:
     """The components of an index array, each over the array's other axes; one of them must be a queue position."""
     if not is_integer(indices.dtype) or indices.background is not None:
         raise NoRule("an index array that is not known")
-    columns = [column(context, indices, k) for k in range(indices.shape[-1])]
+    columns = [entry(context, indices, len(indices.shape) - 1, k) for k in range(indices.shape[-1])]
     pieces = [c.pieces[0] for c in columns]
     if any(len(c.pieces) != 1 or c.background is not None for c in columns):
         raise NoRule("an index array put together from several parts")
@@ -196,20 +196,9 @@ def _with_place(graph: Graph, case: Piece, eqn: Any, index: Factor, size: int) -
 
 def _place(graph: Graph, index: Factor, size: int, held: frozenset[Factor]) -> Term:
     """The place of an index; of one that is an expert and a position in one number, both."""
-    place, whole = Idx(index.node, index.args, size), unconverted(index)
-    if is_map(whole, "add"):
-        for low in {int(v) for op in operands_at(whole) if (v := _scale(op)) is not None and v > 1}:
-            pair = unflattened(graph, place, low, held) if size % low == 0 else None
-            if pair is not None:
-                return flatten(pair)
-    return place
-
-
-def _scale(factor: Factor) -> Any:
-    """The literal that a product multiplies with."""
-    factor = unconverted(factor)
-    values = [literal(op) for op in operands_at(factor)] if is_map(factor, "mul") else []
-    return next((v for v in values if v is not None), None)
+    place = Idx(index.node, index.args, size)
+    pair = unflattened(graph, place, held)
+    return place if pair is None else flatten(pair)
 
 
 def _in_mode(graph: Graph, eqn: Any, index: Factor, size: int) -> Factor:

@@ -135,7 +135,7 @@ def _split(
     if isinstance(part, Const):
         return [Const(part.value // low, high), Const(part.value % low, low)]
     assert isinstance(part, Idx)
-    known = unflattened(graph, part, low, held)
+    known = unflattened(graph, part, held, low)
     if known is not None:
         return list(known)
     divisor = graph.lit(low, part.node.dtype)
@@ -287,9 +287,7 @@ def concatenate(context: Context, eqn: Any, *values: Value) -> Value:
         elif len(sizes) == 1:
             pieces += [_with_axis(p, axis, flatten((Const(k, len(values)), p.axes[axis]))) for p in value.pieces]
         else:
-            config = [(0, 0, 0)] * len(shape)
-            config[axis] = (offset, shape[axis] - offset - value.shape[axis], 0)
-            pieces += _padded(context.graph, value, config).pieces
+            pieces += _shifted(context, value, axis, offset, shape[axis]).pieces
         offset += value.shape[axis]
     return _joined(context, values, shape, pieces)
 
@@ -322,13 +320,18 @@ def _side_by_side(context: Context, eqn: Any, values: Sequence[Value]) -> Value:
     axis, aval, offset = eqn.params["dimension"], eqn.outvars[0].aval, 0
     total: Value | None = None
     for value in values:
-        config = [(0, 0, 0)] * len(aval.shape)
-        config[axis] = (offset, aval.shape[axis] - offset - value.shape[axis], 0)
-        wide = _padded(context.graph, value, config)
+        wide = _shifted(context, value, axis, offset, aval.shape[axis])
         total = wide if total is None else apply(context, prims.add_p, {}, [total, wide], aval.shape, aval.dtype)
         offset += value.shape[axis]
     assert total is not None
     return normalised(context.graph, total)
+
+
+def _shifted(context: Context, value: Value, axis: int, offset: int, length: int) -> Value:
+    """The value from `offset` on along an axis of `length`, zero before and after it."""
+    config = [(0, 0, 0)] * len(value.shape)
+    config[axis] = (offset, length - offset - value.shape[axis], 0)
+    return _padded(context.graph, value, config)
 
 
 def _are_positions(context: Context, values: Sequence[Value]) -> bool:
@@ -353,11 +356,10 @@ def _joined(context: Context, values: Sequence[Value], shape: Sequence[int], pie
     return result if _are_positions(context, values) else normalised(context.graph, result)
 
 
-def column(context: Context, value: Value, k: int) -> Value:
-    """Entry `k` of the last axis."""
-    last = len(value.shape) - 1
-    ranges = [(k, k + 1) if i == last else (0, n) for i, n in enumerate(value.shape)]
-    return _without(context, _sliced(context, value, ranges), {last})
+def entry(context: Context, value: Value, axis: int, k: int) -> Value:
+    """The value at place `k` of an axis."""
+    ranges = [(k, k + 1) if i == axis else (0, n) for i, n in enumerate(value.shape)]
+    return _without(context, _sliced(context, value, ranges), {axis})
 
 
 @rule("split")
@@ -381,8 +383,5 @@ def iota(context: Context, eqn: Any) -> Value:
 
 @rule("unstack")
 def unstack(context: Context, eqn: Any, value: Value) -> list[Value]:
-    axis, results = eqn.params["axis"], []
-    for k in range(value.shape[axis]):
-        ranges = [(k, k + 1) if i == axis else (0, n) for i, n in enumerate(value.shape)]
-        results.append(_without(context, _sliced(context, value, ranges), {axis}))
-    return results
+    axis = eqn.params["axis"]
+    return [entry(context, value, axis, k) for k in range(value.shape[axis])]
