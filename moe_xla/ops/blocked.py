@@ -8,8 +8,9 @@ like this, from measurements on XLA:CPU:
   expert's matrix is sliced once for all its blocks, and `grouped_outer` sums as few products as it can.
 - `grouped_dot` uses one size of block.  The last block of a group reaches beyond it and keeps what is there, which
   needs no order between blocks.  Blocks of half a mean group cost within a few percent of the best.
-- `grouped_outer` has two sizes for the last block of a group, and chooses the one that fits with a `switch`, which
-  returns the product, never the carry, which every branch would have to copy.
+- `grouped_outer` is one loop over the blocks of all groups.  It has two sizes of block, and chooses the one that fits
+  what is left of a group with a `switch`, which returns the product, never the carry, which every branch would have to
+  copy.  Products are added up in float32 at least.
 - Compiling takes time in proportion to the number of kernels: no tables are sorted, no loop is there twice.  Small
   products have no loop at all: they run every expert on every row and select.
 - XLA:CPU slices and updates 16-bit floats as float32, which converts the whole array in every step; so they are carried
@@ -39,7 +40,7 @@ _OuterState = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 CONTRACT = Contract(
     platforms=("cpu", "cuda", "rocm", "tpu"),
     dtypes=("bfloat16", "float16", "float32", "float64"),
-    temporaries="one block of rows, one matrix; for 16-bit dtypes also a copy of operands and result",
+    temporaries="one block of rows, one matrix; for 16-bit dtypes also a copy of operands and a float32 result",
 )
 
 _MOST_BLOCK, _MOST_OUTER_BLOCK, _LEAST_BLOCK = 256, 512, 8
