@@ -16,22 +16,24 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend as jex
 from absl import logging
 
-from moe_xla.passes.recover.facts import assignments_of, choices_of
+from moe_xla.passes.recover.facts import assignments_of, choices_of, distinct_of
+from moe_xla.passes.recover.grouping import leaves_of
 from moe_xla.passes.recover.interpret import Recovery, describe
 from moe_xla.passes.recover.loads import is_use_of_capacity, numbers_of_layers
 from moe_xla.passes.recover.lower import Lowering, Refusal
 from moe_xla.passes.recover.nodes import is_floating
 from moe_xla.passes.recover.session import Session
+from moe_xla.passes.recover.terms import Var, key_of, term_vars
 from moe_xla.passes.recover.values import NoRule
 from moe_xla.passes.site import KEPT, REWRITTEN, Site
 
-PATTERNS = ("einsum_dispatch", "scatter_dispatch")
+PATTERNS = ("einsum_dispatch", "scatter_dispatch", "dense_experts", "weight_gather")
 SEMANTICS = ("dropless", "exact")
 _RECURSION_LIMIT = 20_000
 _NEXT_MODE = {"dropless": "exact", "exact": "off"}
@@ -151,7 +153,7 @@ def _recovered(
     found = _layers(session)
     for layer in found:
         layers.setdefault(layer.key[0], layer)
-    if not session.slot_wires:
+    if not session.layer_wires:
         return None
     unwanted = next((layer for layer in found if layer.pattern not in options.patterns), None)
     if unwanted is not None:
@@ -177,7 +179,7 @@ def _step_down(
     )
     for site in sites:
         mode = modes.get(site, default)
-        modes[site] = _NEXT_MODE.get(mode, "off")
+        modes[site] = _NEXT_MODE.get(mode, "off") if any(n.site == site for _, n in session.ranks) else "off"
         denials[site] = denial
 
 
@@ -240,7 +242,7 @@ def _emit(
             return Refusal(frozenset(), "internal failure of the lowering: a result of another type", None)
     assert costs is not None
     flops, tokens, backends = (_by_layer(session, table) for table in (costs.flops, costs.tokens, costs.backends))
-    idle = frozenset(s for w in session.slot_wires for s in w.slots if not flops.get(session.root(s)))
+    idle = frozenset(s for w in session.layer_wires for s in w.layers if not flops.get(session.root(s)))
     if idle:
         return Refusal(idle, "no expert matmul was found on the layer's rows", None)
     return _Emission(
@@ -268,8 +270,8 @@ def _evaluator(closed: jex.core.ClosedJaxpr, emission: _Emission) -> Callable[..
 def _layers(session: Session) -> list[_Layer]:
     """The sites of a walk: queue counts whose positions stand on a slot axis, grouped by layer."""
     groups: dict[Any, list[Any]] = {}
-    for wire in session.slot_wires:
-        for site in wire.slots:
+    for wire in session.layer_wires:
+        for site in wire.layers:
             members = groups.setdefault(session.root(site), [])
             if site not in members:
                 members.append(site)
@@ -278,31 +280,58 @@ def _layers(session: Session) -> list[_Layer]:
 
 def _layer(session: Session, members: list[Any]) -> _Layer:
     ranks = [(g, n) for g, n in session.ranks if n.site in members]
+    choices = _choices(session, members) if not ranks else []
     thresholds = [t.bound for s in members for t in session.thresholds.get(s, ())]
-    wires = [w for w in session.slot_wires if set(w.slots) & set(members)]
+    wires = [w for w in session.layer_wires if w.layers & set(members)]
     return _Layer(
         key=tuple(members),
         pattern=_pattern(wires),
         source=describe(session.sources[members[0]]),
-        assignments=sum({n.site: assignments_of(n) for _, n in ranks if n.site not in session.recomputed}.values()),
-        tokens=max((assignments_of(n) // choices_of(g, n) for g, n in ranks), default=0),
-        experts=max((n.index.size for _, n in ranks), default=0),
+        assignments=sum({n.site: assignments_of(n) for _, n in ranks if n.site not in session.recomputed}.values())
+        + sum(c.assignments for c in choices),
+        tokens=max((assignments_of(n) // choices_of(g, n) for g, n in ranks), default=0)
+        or max((c.assignments // c.choices for c in choices), default=0),
+        experts=max([n.index.size for _, n in ranks] + [c.experts for c in choices], default=0),
         capacity=int(min(thresholds)) if thresholds else None,
         removed_bytes=sum(math.prod(w.shape) * w.dtype.itemsize for w in wires),
-        naive_flops=_slot_flops(wires),
+        naive_flops=sum(_dot_flops(step) for sites, step in session.contractions if sites & set(members)),
     )
 
 
+class _Choice(NamedTuple):
+    """How many assignments an index makes, how many for each token, and of how many experts."""
+
+    assignments: int
+    choices: int
+    experts: int
+
+
+def _choices(session: Session, members: Sequence[Any]) -> list[_Choice]:
+    """The choices of a layer without queues: each index once, as a whole where it is read as a whole."""
+    found: dict[Any, tuple[Any, Any]] = {}
+    for graph, index in (c for site in members if site not in session.recomputed for c in session.chosen.get(site, ())):
+        arrays = frozenset(leaf.wire.number for leaf in leaves_of(graph, index.node))
+        found[arrays, key_of(index).places] = graph, index
+    whole = {arrays for arrays, places in found if not any(p is not None for p in places)}
+    return [
+        _choice(graph, index)
+        for (arrays, places), (graph, index) in found.items()
+        if arrays not in whole or not any(p is not None for p in places)
+    ]
+
+
+def _choice(graph: Any, index: Any) -> _Choice:
+    fact = distinct_of(graph, index.factor)
+    choices = fact.along.size if fact is not None and isinstance(fact.along, Var) else 1
+    return _Choice(math.prod(v.size for v in term_vars(index)), choices, index.size)
+
+
 def _pattern(wires: Sequence[Any]) -> str:
-    """How rows come into the slots."""
+    """How rows come into the slots; without slots, whether tokens or experts' weights are picked."""
     makers = {getattr(w.step, "name", None) for w in wires if is_floating(w.dtype)}
+    if not any(w.slots for w in wires):
+        return "weight_gather" if "gather" in makers else "dense_experts"
     return "scatter_dispatch" if makers & {"scatter", "scatter-add"} else "einsum_dispatch"
-
-
-def _slot_flops(wires: Sequence[Any]) -> int:
-    """FLOPs of the contractions that make, read or give arrays over a slot axis."""
-    steps = {id(w.step): w.step for w in wires if getattr(w.step, "name", None) == "dot_general"}
-    return sum(_dot_flops(step) for step in steps.values())
 
 
 def _dot_flops(step: Any) -> int:

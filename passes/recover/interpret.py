@@ -17,6 +17,7 @@ import numpy as np
 
 from moe_xla.passes._jax import scan_counts, source_of
 from moe_xla.passes.recover import loads, prefix
+from moe_xla.passes.recover.dense import DenseReader
 from moe_xla.passes.recover.facts import (
     bound_of,
     distinct_of,
@@ -26,6 +27,7 @@ from moe_xla.passes.recover.facts import (
     rank_sites,
     tainting_sites,
 )
+from moe_xla.passes.recover.grouping import choices_in, leaves_of, matmul_indices
 from moe_xla.passes.recover.nodes import (
     Ein,
     Graph,
@@ -47,7 +49,7 @@ from moe_xla.passes.recover.rules.elementwise import apply, iota_axis
 from moe_xla.passes.recover.rules.ranks import queue_counts
 from moe_xla.passes.recover.scopes import CHECKPOINTS, SCANS, Entrance, Exit, Scope
 from moe_xla.passes.recover.session import Path, Session
-from moe_xla.passes.recover.terms import Factor, Idx, parts_of
+from moe_xla.passes.recover.terms import Factor, Idx, IndexKey, Var, has_idx, key_of, parts_of
 from moe_xla.passes.recover.values import Contradiction, NoRule, Value, literal_of, of_literal, of_node
 
 INLINED = {
@@ -71,6 +73,7 @@ class Recovery:
         self.session = session
         self.graph = Graph(self._decide)
         self.context = Context(self.graph, session.is_dropless, self._site_of, self._note_rank)
+        self.graph.reader = DenseReader(self.context, self._note_dense)
         self.ranges: dict[Wire, prefix.Ranges] = {}
         self.steps: list[Step | Scope] = []
         self.effects: list[Step | Scope] = []
@@ -79,6 +82,7 @@ class Recovery:
         self._callers: list[Any] = []
         self._uses: collections.Counter[Any] = collections.Counter()
         self._folded = False
+        self._matrices: dict[IndexKey, list[Wire]] = {}
         self._step: Step | None = None
 
     # ---------------------------------------------------------------------------------------------- sites
@@ -87,18 +91,53 @@ class Recovery:
         site, session = self._path, self.session
         if session.mode(site) == "off":
             raise NoRule("this layer is left as it is written")
-        source = self._source(eqn)
+        self._note_site(site, eqn)
+        return site
+
+    def _note_site(self, site: Path, eqn: Any) -> None:
+        session, source = self.session, self._source(eqn)
         session.sources.setdefault(site, source)
         session.signatures[site] = (source_of(source), tuple(v.aval.shape for v in eqn.outvars))
         if self._recomputing:
             session.recomputed.add(site)
-        return site
 
     def _note_rank(self, graph: Graph, rank: Rank, site: Path) -> None:
         """A queue counted twice is one queue: both equations are one layer."""
         self.session.unite(frozenset({rank.site, site}))
         self.session.ranks.append((graph, rank))
         self.session.note_index(rank.index, rank.site)
+
+    def _sites_choosing(self, indices: frozenset[Idx]) -> frozenset[Path]:
+        """The sites whose experts are chosen by the indices: a choice without a queue is a site of its own."""
+        return frozenset().union(*(self.session.sites_of(key_of(i)) or self._choice_sites(i) for i in indices))
+
+    def _choice_sites(self, index: Idx) -> frozenset[Path]:
+        """The sites of a choice, named by the equation that first needed it."""
+        session = self.session
+        if self._step is None:
+            return frozenset()
+        numbers = {leaf.wire.number for leaf in leaves_of(self.graph, index.node)}
+        for number in numbers:
+            if number not in session.choices:
+                session.choices[number] = self._path
+                self._note_site(self._path, self._step.eqn)
+        sites = frozenset(session.choices[n] for n in numbers)
+        if sites:
+            session.unite(sites)
+            session.note_index(index, min(sites))
+            session.chosen.setdefault(min(sites), []).append((self.graph, index))
+        return sites
+
+    def _note_dense(self, wire: Wire, indices: frozenset[Idx]) -> bool:
+        """Whether an array over all experts may be read at chosen ones only; it then is the site's."""
+        sites = self._sites_choosing(indices)
+        if not sites or any(self.session.mode(s) == "off" for s in sites):
+            return False
+        self.session.unite(sites)
+        if not wire.dense:
+            self.session.layer_wires.append(wire)
+        wire.dense |= sites
+        return True
 
     def _source(self, eqn: Any) -> Any:
         """The equation that knows the user's line: library functions of jax are known by the call that holds them."""
@@ -176,6 +215,7 @@ class Recovery:
             for wire in step.outputs:
                 wire.value = wire.definition = wire.step = None
         self.graph.release()
+        self.graph.reader = None
         self.ranges.clear()
 
     def _equation(self, eqn: Any, inputs: Sequence[Wire]) -> list[Wire]:
@@ -235,14 +275,14 @@ class Recovery:
             return None
         if name in SCANS and eqn.params["length"] < 2:
             return None
-        given = any(w.slots or w.changed for w in inputs)
-        if not given and not _counts(eqn.params["jaxpr"]):
+        given = any(w.slots or w.changed or w.number in self.session.choices for w in inputs)
+        if not given and not _chooses(eqn.params["jaxpr"]):
             return None
-        found = len(self.session.slot_wires)
+        found = len(self.session.layer_wires)
         again = self._recomputing or bool(eqn.params.get("differentiated", False))
         scope = Scope(eqn, Recovery(self.session, self._path, again), source=self._source(eqn))
         outputs = self._scan(scope, inputs) if scope.is_scan else self._checkpoint(scope, inputs)
-        if not given and len(self.session.slot_wires) == found:
+        if not given and len(self.session.layer_wires) == found:
             return None
         self.steps.append(scope)
         if eqn.effects:
@@ -295,6 +335,8 @@ class Recovery:
         counted = self._spelled_count(step)
         if counted is not None:
             values = [counted]
+        if values is not None and not self._note_experts(step, values):
+            values, step.refusal = None, "this layer is left as it is written"
         for k, wire in enumerate(step.outputs):
             wire.changed = self._folded or any(w.changed for w in step.inputs)
             value = values[k] if values is not None else None
@@ -314,6 +356,49 @@ class Recovery:
             else:
                 wire.value = value
                 self._note_origin(wire, value)
+        sites = frozenset().union(*(w.layers for w in (*step.inputs, *step.outputs)))
+        if sites and step.name == "dot_general":
+            self.session.contractions.append((sites, step))
+
+    def _note_experts(self, step: Step, values: Sequence[Value]) -> bool:
+        """Notes the work of chosen experts in the results of a step; False where it is to be left as it is written."""
+        for wire, value in zip(step.outputs, values, strict=True):
+            factors = [f for p in value.pieces for f in p.factors]
+            indices = frozenset().union(*(matmul_indices(self.graph, f.node) for f in factors))
+            sites = self._sites_choosing(indices) if indices else frozenset()
+            if any(self.session.mode(s) == "off" for s in sites) or (sites and self._has_unknown_slots(value)):
+                return False
+            if sites:
+                self.session.unite(sites)
+                given = [w for i in indices for w in self._matrices.pop(key_of(i), ())]
+                for array in [*given, wire] if self._is_over_experts(value) else given:
+                    self.session.layer_wires.append(array)
+                    array.dense |= sites
+            elif value.is_plain:
+                self._note_matrices(wire, value.factor)
+        return True
+
+    def _has_unknown_slots(self, value: Value) -> bool:
+        """Whether rows stand at several data-dependent places of which none is known to be a queue position."""
+        for piece in value.pieces:
+            places = [p for a in piece.axes for p in parts_of(a) if isinstance(p, Idx) and p.size > 1]
+            if len(places) > 1 and not any(rank_sites(self.graph, p.node) for p in places):
+                return True
+        return False
+
+    def _note_matrices(self, wire: Wire, factor: Factor) -> None:
+        """Notes an array with a matrix of the chosen expert for each assignment."""
+        if len([a for a in factor.args if isinstance(a, Var)]) > 1:
+            for index in choices_in(self.graph, factor):
+                self._matrices.setdefault(key_of(index), []).append(wire)
+
+    def _is_over_experts(self, value: Value) -> bool:
+        """Whether features of chosen experts stand in an array over all of them."""
+        return any(
+            any(isinstance(p, Idx) and not rank_sites(self.graph, p.node) for a in piece.axes for p in parts_of(a))
+            and any(isinstance(p, Var) and p not in piece.points for a in piece.axes for p in parts_of(a))
+            for piece in value.pieces
+        )
 
     def _rule_values(self, step: Step) -> list[Value] | None:
         name = step.name
@@ -375,7 +460,7 @@ class Recovery:
 
     def _is_worthwhile(self, step: Step) -> bool:
         """Whether an operation on arrays is worth a definition: of indices, masks and literals."""
-        if step.name in STRUCTURAL or _picks_choices(step):
+        if step.name in STRUCTURAL or _picks_choices(step) or _picks_experts(step):
             return True
         if step.name not in ELEMENTWISE:
             return False
@@ -411,7 +496,7 @@ class Recovery:
         wire.slots = sites
         if sites:
             self.session.unite(sites)
-            self.session.slot_wires.append(wire)
+            self.session.layer_wires.append(wire)
             wire.changed = wire.changed or any(self.session.is_dropless(s) for s in sites)
 
     def _turned(self, step: Step) -> Value | None:
@@ -493,16 +578,27 @@ def _is_live(eqn: Any, uses: collections.Counter[Any]) -> bool:
 
 
 def _picks_choices(step: Step) -> bool:
-    """Whether an equation takes single columns of an array of integers: the first choices, the second ones."""
-    if step.name not in ("slice", "unstack") or not is_integer(step.inputs[0].dtype):
+    """Whether an equation takes or joins single columns of integers: the first choices, the parts of an index."""
+    if step.name not in ("slice", "unstack", "concatenate") or not is_integer(step.inputs[0].dtype):
         return False
+    if step.name == "concatenate":
+        return all(w.shape[-1:] == (1,) for w in step.inputs)
     widths = zip(step.inputs[0].shape, step.outputs[0].shape, strict=False)
     return step.name == "unstack" or all(new in (old, 1) for old, new in widths)
 
 
+def _picks_experts(step: Step) -> bool:
+    """Whether an equation takes matrices or the work of experts by index, or puts them back."""
+    return (
+        step.name in ("gather", "scatter-add") and is_floating(step.inputs[0].dtype) and len(step.inputs[0].shape) > 2
+    )
+
+
 def is_boring(value: Value | None) -> bool:
     """Whether nothing but the array itself is known."""
-    return value is not None and value.is_plain and isinstance(value.factor.node, (Leaf, Lit))
+    if value is None or not value.is_plain or not isinstance(value.factor.node, (Leaf, Lit)):
+        return False
+    return not any(has_idx(a) for a in value.factor.args)
 
 
 def is_sealed(value: Value) -> bool:
@@ -516,23 +612,31 @@ def _holds_product(node: Node) -> bool:
     return isinstance(node, Map) and any(_holds_product(op.node) for op in node.operands)
 
 
-_ROUTING = frozenset({"cumsum", "iota", "scan", "checkpoint", "remat", "remat2"})
+_CHOOSING = frozenset({"cumsum", "top_k", "argmax", "sort"})
+_ROUTING = _CHOOSING | {"iota", "gather", "scatter", "scatter-add", "scan", "checkpoint", "remat", "remat2"}
 
 
-def _may_route(jaxpr: Any) -> bool:
+def _holds(jaxpr: Any, names: frozenset[str]) -> bool:
+    """Whether a primitive of these names stands in a body, or in one inside it."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     return any(
-        e.primitive.name in _ROUTING or any(_may_route(j) for j in jex.core.jaxprs_in_params(e.params))
+        e.primitive.name in names or any(_holds(j, names) for j in jex.core.jaxprs_in_params(e.params))
         for e in inner.eqns
     )
 
 
+def _may_route(jaxpr: Any) -> bool:
+    return _holds(jaxpr, _ROUTING)
+
+
+def _chooses(jaxpr: Any) -> bool:
+    """Whether a body may choose experts."""
+    return _holds(jaxpr, _CHOOSING)
+
+
 def _counts(jaxpr: Any) -> bool:
     """Whether a body that is run as written may count queue positions."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    return any(
-        e.primitive.name == "cumsum" or any(_counts(j) for j in jex.core.jaxprs_in_params(e.params)) for e in inner.eqns
-    )
+    return _holds(jaxpr, frozenset({"cumsum"}))
 
 
 def describe(eqn: Any) -> str | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.extend as jex
@@ -347,10 +347,23 @@ _TESTS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 _EXACT_LINEAR = {"add", "sub", "mul", "convert_element_type", "neg"}
 
 
+class Reader(Protocol):
+    """Who knows what arrays are made of that are ordinary ones to the algebra (see `dense`)."""
+
+    def __call__(self, factor: Factor) -> Factor: ...
+
+    def product(self, factor: Factor, index: Idx) -> tuple[Factor, ...] | None: ...
+
+
 class Graph:
-    """The nodes of one scope.  `compare_hook` may decide a comparison (dropless folds capacity tests there)."""
+    """The nodes of one scope.
+
+    `compare_hook` may decide a comparison (dropless folds capacity tests there); `reader` may know better than to read
+    an array at data-dependent places.
+    """
 
     def __init__(self, compare_hook: Callable[[Graph, str, Factor, float], bool | None] | None = None):
+        self.reader: Reader | None = None
         self._table: dict[Any, Node] = {}
         self.memo: dict[Any, Any] = {}
         self.bounds: dict[Node, int] = {}

@@ -21,9 +21,10 @@ class Wire:
     `step` computes it as written: None for an input, a `Scope` where a scan or checkpoint body was entered.  `value` is
     what the algebra knows.  `changed` says that the rewritten program holds another array here than the program as
     written (dropless), so the step must not be run on the original inputs.  `slots` names the sites whose slot axis the
-    array has: it must not be built.  `tainted` names the sites whose queue positions flow into it.  Two wires of the
-    same `number` hold the same array, also across scopes.  `loads` are the indices whose assignments are counted in it,
-    `mean_of` the number that would make it a mean, and of what (see `loads`).
+    array has, `dense` those of which it holds the work of every expert, or a matrix for every assignment: it must not
+    be built.  `tainted` names the sites whose queue positions flow into it.  Two wires of the same `number` hold the
+    same array, also across scopes.  `loads` are the indices whose assignments are counted in it, `mean_of` the number
+    that would make it a mean, and of what (see `loads`).
     """
 
     shape: tuple[int, ...]
@@ -35,9 +36,15 @@ class Wire:
     changed: bool = False
     tainted: frozenset[Any] = frozenset()
     slots: frozenset[Any] = frozenset()
+    dense: frozenset[Any] = frozenset()
     number: Any = None
     loads: frozenset[Any] = frozenset()
     mean_of: tuple[float, str] | None = None
+
+    @property
+    def layers(self) -> frozenset[Any]:
+        """The sites whose rewriting makes the array superfluous."""
+        return self.slots | self.dense
 
 
 @dataclasses.dataclass(eq=False)

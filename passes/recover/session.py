@@ -35,8 +35,11 @@ class Session:
     recomputed: set[Path] = dataclasses.field(default_factory=set)
     thresholds: dict[Path, list[Threshold]] = dataclasses.field(default_factory=dict)
     literal_uses: list[Any] = dataclasses.field(default_factory=list)
-    slot_wires: list[Any] = dataclasses.field(default_factory=list)
+    layer_wires: list[Any] = dataclasses.field(default_factory=list)
     ranks: list[Any] = dataclasses.field(default_factory=list)
+    contractions: list[Any] = dataclasses.field(default_factory=list)
+    choices: dict[int, Path] = dataclasses.field(default_factory=dict)
+    chosen: dict[Path, list[Any]] = dataclasses.field(default_factory=dict)
     indices: dict[Any, dict[IndexKey, Path]] = dataclasses.field(default_factory=dict)
     unentered: Any = None
     unstacked: dict[int, int] = dataclasses.field(default_factory=dict)

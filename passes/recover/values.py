@@ -111,6 +111,12 @@ class Piece:
         pairs = [t for pair in self.equalities for t in pair]
         return frozenset(vars_of([p for a in self.axes for p in parts_of(a) if isinstance(p, Idx)] + pairs))
 
+    @functools.cached_property
+    def assignments(self) -> frozenset[Var]:
+        """Variables that data-dependent places are made of, also those at which factors are read."""
+        read = [p for f in self.factors for a in f.args for p in parts_of(a) if isinstance(p, Idx)]
+        return self.points | frozenset(vars_of(read))
+
     def substitute(self, mapping: dict[Var, Term]) -> Piece:
         if not mapping:
             return self
@@ -568,11 +574,14 @@ def as_condition(graph: Graph, factor: Factor) -> tuple[Factor | None, Factor | 
 
 
 def sampled(graph: Graph, factor: Factor) -> Factor:
-    """A position or a test of one, read at the own expert: the operation on what its operands are there."""
+    """A factor read at data-dependent places: a position or a test of one as the operation on what its operands are
+    there, the work of every expert as that of the chosen one."""
     node = factor.node
-    if not isinstance(node, Map) or not any(has_idx(a) for a in factor.args) or not depends_on_rank(graph, node):
+    if not any(has_idx(a) for a in factor.args):
         return factor
-    return graph.map(node.prim, node.params, [sampled(graph, op) for op in operands_at(factor)], node.dtype)
+    if isinstance(node, Map) and depends_on_rank(graph, node):
+        return graph.map(node.prim, node.params, [sampled(graph, op) for op in operands_at(factor)], node.dtype)
+    return factor if graph.reader is None else graph.reader(factor)
 
 
 def masks_to_guards(graph: Graph, piece: Piece) -> Piece | None:
@@ -599,9 +608,10 @@ def masks_to_guards(graph: Graph, piece: Piece) -> Piece | None:
             factors.append(factor)
             continue
         conditions.update(conjuncts(guard))
-        if piece.points and not set(factor_vars([guard])) <= piece.points:
+        points = piece.assignments
+        if points and not set(factor_vars([guard])) <= points:
             factors.append(factor)
-            guards.update({c: None for c in conjuncts(guard) if set(factor_vars([c])) <= piece.points})
+            guards.update({c: None for c in conjuncts(guard) if set(factor_vars([c])) <= points})
             continue
         guards[guard] = None
         if rest is not None:
@@ -621,7 +631,7 @@ def _data_masks_as_factors(graph: Graph, piece: Piece) -> Piece:
     for guard in piece.guards:
         used = set(factor_vars([guard]))
         host = next((i for i, f in enumerate(factors) if used <= set(factor_vars([f]))), None)
-        if not piece.points or used <= piece.points or host is None or is_boolean(factors[host].node.dtype):
+        if not piece.assignments or used <= piece.assignments or host is None or is_boolean(factors[host].node.dtype):
             guards.append(guard)
         else:
             factors[host] = graph.select(guard, factors[host], graph.lit(0, factors[host].node.dtype))
@@ -985,7 +995,15 @@ def normalised(graph: Graph, value: Value) -> Value:
         return value
     if any(p.equalities or _is_outer(p) for p in pieces) or has_unique_cells(graph, value):
         return value
-    return scattered(graph, value)
+    return value if all(_is_choice(p) for p in pieces) else scattered(graph, value)
+
+
+def _is_choice(piece: Piece) -> bool:
+    """Whether a piece stands at a few chosen places for each token, rather than adding up over tokens."""
+    pinned = {v for a in piece.axes if not has_idx(a) for v in term_vars(a)}
+    free = piece.points - pinned
+    experts = math.prod(p.size for a in piece.axes for p in parts_of(a) if isinstance(p, Idx))
+    return bool(piece.points & pinned) and math.prod(v.size for v in free) < experts
 
 
 def fills_all(value: Value) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from moe_xla import ops
+from moe_xla.passes.recover.grouping import Grouping
 from moe_xla.passes.recover.interpret import Recovery
 from moe_xla.passes.recover.loads import Numbers, is_capacity, numbers_of_layers
 from moe_xla.passes.recover.nodes import (
@@ -69,17 +70,6 @@ class Refusal(Exception):
         self.sites = sites
         self.reason = reason
         self.step = step
-
-
-class Grouping(NamedTuple):
-    """How a node is a grouped matmul: `out[points, free] = Σ_inner left[points, inner] · w[index, inner, free]`."""
-
-    left: tuple[Factor, ...]
-    weight: Factor
-    axis: int
-    place: Idx
-    inner: tuple[Var, ...]
-    free: tuple[Var, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Lowering(SumEmitter):
         needed = self.needed([*outputs, *effects])
         for step in self.recovery.steps:
             for wire in step.outputs:
-                if wire in needed and not wire.slots:
+                if wire in needed and not wire.layers:
                     self._try(wire)
         results = [self.array(w) if isinstance(w, Wire) else self.node(w) for w in outputs]
         self._run_effects()
@@ -98,7 +98,7 @@ class Lowering(SumEmitter):
         """Whether the equation that computes a wire can run as written."""
         known = self.kept.get(wire)
         if known is None:
-            known = not wire.slots and self._can_run(wire)
+            known = not wire.layers and self._can_run(wire)
             self.kept[wire] = known
         return known
 
@@ -124,6 +124,8 @@ class Lowering(SumEmitter):
         if wire in self.arrays:
             return self.arrays[wire]
         step = wire.step
+        if wire.dense:
+            self._refuse_dense(wire)
         if step is None:
             assert not _is_own(wire)
             self.arrays[wire] = self._of_value(wire, _meaning(wire))
@@ -269,6 +271,12 @@ class Lowering(SumEmitter):
         counts = scattered(self.graph, cast(self.graph, value, np.dtype(np.int32)))
         zero = of_node(self.graph.lit(0, np.int32).node)
         return plain_map(self.graph, prims.ne_p, {}, [counts, zero], value.shape, np.dtype(bool))
+
+    def _refuse_dense(self, wire: Wire) -> None:
+        asker = self.asker()
+        if asker is None:
+            raise Refusal(wire.dense, "the work of every expert is a result of the step", wire.step)
+        raise Refusal(wire.dense, asker.refusal or f"{asker.name} needs the work of every expert", asker)
 
     def _refuse_position(self, step: Step) -> None:
         sites = frozenset().union(*(w.tainted for w in step.inputs))

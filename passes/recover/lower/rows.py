@@ -12,9 +12,9 @@ from jax import lax
 from jax import numpy as jnp
 
 from moe_xla import ops
+from moe_xla.passes.recover.grouping import Grouping, grouping_of
 from moe_xla.passes.recover.lower.arrays import arranged, matched, ordered_after, pad, spread, take_rows, where
 from moe_xla.passes.recover.lower.base import (
-    Grouping,
     Layout,
     Routing,
     routing_by,
@@ -32,7 +32,6 @@ from moe_xla.passes.recover.nodes import (
 )
 from moe_xla.passes.recover.terms import (
     Factor,
-    Idx,
     Var,
     factor_vars,
     key_of,
@@ -62,33 +61,8 @@ class RowEmitter(DefinitionEmitter):
         if not isinstance(node, Ein):
             return None
         if node not in self.groupings:
-            self.groupings[node] = self._grouping(node)
+            self.groupings[node] = grouping_of(node)
         return self.groupings[node]
-
-    def _grouping(self, node: Ein) -> Grouping | None:
-        if not node.gathers or not node.binders or node.equalities or not is_floating(node.dtype):
-            return None
-        for i, weight in enumerate(node.factors):
-            places = [j for j, a in enumerate(weight.args) if isinstance(a, Idx)]
-            if len(places) != 1 or not all(isinstance(a, (Var, Idx)) for a in weight.args):
-                continue
-            index = weight.args[places[0]]
-            assert isinstance(index, Idx)
-            points = set(term_vars(index))
-            others = [a for j, a in enumerate(weight.args) if j != places[0]]
-            if points & set(others) or len(set(others)) != len(others) or not points <= set(node.out):
-                continue
-            inner = tuple(a for a in others if a in node.binders)
-            free = tuple(a for a in others if a not in node.binders)
-            left = node.factors[:i] + node.factors[i + 1 :]
-            if set(inner) != set(node.binders) or not inner or not left:
-                continue
-            if set(factor_vars(left)) - points - set(inner) or set(factor_vars(node.guards)) - points:
-                continue
-            if set(node.out) != points | set(free):
-                continue
-            return Grouping(left, weight, places[0], index, inner, free)  # type: ignore[arg-type]
-        return None
 
     def layout(self, node: Node) -> Layout | None:
         """The rows a node lives on, when its work is done on rows; None for an ordinary array."""

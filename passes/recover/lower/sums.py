@@ -84,22 +84,38 @@ class SumEmitter(RowEmitter):
             free = [a for a in weight.args if isinstance(a, Var) and a not in inner and a not in points]
             if set(factor_vars(joined)) - set(points) - set(inner) - set(free):
                 continue
+            masks = [g for g in node.guards if set(factor_vars([g])) & set(inner)]
+            guards = tuple(g for g in node.guards if g not in masks)
+            masked = self._masked(joined, masks)
+            if masked is None:
+                continue
             axes = (*points, *free)
-            domain = (*node.guards, *node.domain)
-            matmul = self.graph.ein(axes, joined, (), frozenset(), 1, node.dtype, domain=domain)
+            domain = (*guards, *node.domain)
+            matmul = self.graph.ein(axes, masked, (), frozenset(), 1, node.dtype, domain=domain)
             if self.grouping(matmul) is None:
                 continue
             whole = self.graph.ein(
                 node.out,
                 (*outer, Factor(matmul, axes)),
-                node.guards,
+                guards,
                 node.equalities,
                 node.coef,
                 node.dtype,
             )
-            assert isinstance(whole, Ein)
+            assert isinstance(whole, Ein) and len(whole.binders) == len(node.binders) - len(inner)
             return whole
         return None
+
+    def _masked(self, factors: tuple[Factor, ...], masks: Sequence[Factor]) -> tuple[Factor, ...] | None:
+        """Factors that are zero where a mask fails; None where a mask belongs to no factor alone."""
+        masked = list(factors)
+        for mask in masks:
+            used = set(factor_vars([mask]))
+            host = next((i for i, f in enumerate(masked) if used <= set(factor_vars([f]))), None)
+            if host is None:
+                return None
+            masked[host] = self.graph.select(mask, masked[host], self.graph.lit(0, masked[host].node.dtype))
+        return tuple(masked)
 
     def _row_factor(self, node: Ein) -> tuple[Factor, Layout] | None:
         for factor in node.factors:
@@ -155,6 +171,8 @@ class SumEmitter(RowEmitter):
         points = tuple(factor.args[i] for i in layout.axes)
         features = tuple(v for v in factor_vars(node.factors) if v not in points)
         if set(node.out) != set(points) or set(node.binders) != set(features):
+            return None
+        if not set(factor_vars(node.guards)) <= set(points):
             return None
         product = self.product_rows(node.factors, layout.routing, points, features, ())  # type: ignore[arg-type]
         wide = np.promote_types(node.dtype, np.float32)
@@ -294,6 +312,8 @@ class SumEmitter(RowEmitter):
         points = vars_of(indices)
         dense = tuple(t for t in out if isinstance(t, Var) and t not in points)
         self.refuse_wide_rows(indices, dense)
+        if dense and any(t in points for t in out) and is_floating(node.dtype):
+            self.refuse(indices, "lays the work of chosen experts out over all of them")
         guards = [*node.guards, *self._equal_guards(node)]
         rows = self.einsum(node.factors, guards, (*points, *dense), node.coef, node.dtype)
         leading = [t for t in out if isinstance(t, Idx) or t in points]

@@ -24,7 +24,7 @@ from moe_xla.passes.recover.rules.table import TABLE, Context, rule
 from moe_xla.passes.recover.terms import Factor, fresh_axis
 from moe_xla.passes.recover.values import NoRule, Value, of_literal, of_node, read
 
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr"}
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr"}
 
 
 class ElementwiseFunction:
@@ -76,7 +76,7 @@ class _PointwiseProgram:
         self.graph = Graph()
         self.leaves = [Leaf(None, v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
         self.axes = tuple(fresh_axis(n) for n in jaxpr.outvars[0].aval.shape)
-        values = _lift(self.graph, jaxpr, closed.consts, [of_node(leaf) for leaf in self.leaves], keep_rules)
+        values = lifted(self.graph, jaxpr, closed.consts, [of_node(leaf) for leaf in self.leaves], keep_rules)
         self.results = [self._pointwise(v) for v in values]
         self.dtypes = [v.aval.dtype for v in jaxpr.outvars]
 
@@ -114,7 +114,7 @@ class _PointwiseProgram:
         return known[node]
 
 
-def _lift(graph: Graph, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value], keep_rules: bool) -> list[Value]:
+def lifted(graph: Graph, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value], keep_rules: bool) -> list[Value]:
     """The values of a jaxpr's results, every equation by its rule; `keep_rules` keeps inner derivative rules."""
     context = Context(graph, lambda site: False, lambda eqn: None)
     values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -132,10 +132,10 @@ def _lift(graph: Graph, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Valu
     for eqn in jaxpr.eqns:
         operands = [value_of(a) for a in eqn.invars]
         name = eqn.primitive.name
-        if name in _CALLS or (name == "custom_jvp_call" and not keep_rules):
-            inner = eqn.params[_CALLS.get(name, "call_jaxpr")]
+        if name in CALLS or (name == "custom_jvp_call" and not keep_rules):
+            inner = eqn.params[CALLS.get(name, "call_jaxpr")]
             body, inner_consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
-            results: Any = _lift(graph, body, inner_consts, operands, keep_rules)
+            results: Any = lifted(graph, body, inner_consts, operands, keep_rules)
         elif name in TABLE:
             results = TABLE[name](context, eqn, *operands)
         else:

@@ -6,6 +6,7 @@ sums collect them, and everything else acts on the pieces' data and on the backg
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from moe_xla.passes.recover.nodes import (
     Graph,
     Iota,
+    Leaf,
     is_boolean,
     is_floating,
 )
@@ -141,7 +143,29 @@ def apply(
     if name == "select_n" and _are_same_literal(values[1:]):
         return values[1]
     linear = _linear(context, prim, params, values, shape, dtype)
-    return linear if linear is not None else on_cells(context, prim, params, values, shape, dtype)
+    if linear is not None:
+        return linear
+    result = on_cells(context, prim, params, values, shape, dtype)
+    empty = literal_of(values[0].background)
+    by_maximum = name == "sub" and empty == -np.inf and _is_own(values[0], values[1], "reduce_max")
+    by_sum = name == "div" and empty == 0 and _is_own(values[0], values[1], "reduce_sum")
+    return dataclasses.replace(result, background=values[0].background) if by_maximum or by_sum else result
+
+
+def _is_own(value: Value, other: Value, reduction: str) -> bool:
+    """Whether `other` is the maximum or the sum of a value, by which softmax reduces and divides it.
+
+    Cells that are empty at −∞ and at 0 then stay what they are, unless the maximum is −∞ or NaN, or the sum 0 or NaN;
+    then they are NaN, but so is every cell of the same sum that is not empty.
+    """
+    wires = [other.factor.node.wire] if other.is_plain and isinstance(other.factor.node, Leaf) else []
+    while wires:
+        step = getattr(wires.pop(), "step", None)
+        if getattr(step, "name", None) == reduction:
+            return bool(step.inputs[0].value == value)  # type: ignore[union-attr]
+        if getattr(step, "name", None) in ("max", "stop_gradient", "broadcast_in_dim", "reshape"):
+            wires += step.inputs  # type: ignore[union-attr]
+    return False
 
 
 def _are_same_literal(values: Sequence[Value]) -> bool:

@@ -10,17 +10,28 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from moe_xla.passes.recover.facts import bound_of, conjuncts, depends_on_rank, is_nonnegative
-from moe_xla.passes.recover.nodes import Graph, is_integer, is_map, literal, operands_at
+from moe_xla.passes.recover.grouping import choices_in, matmul_indices
+from moe_xla.passes.recover.nodes import (
+    Graph,
+    Iota,
+    Leaf,
+    is_floating,
+    is_integer,
+    is_map,
+    literal,
+    operands_at,
+)
 from moe_xla.passes.recover.rules.contractions import contract
 from moe_xla.passes.recover.rules.structure import entry
 from moe_xla.passes.recover.rules.table import Context, rule
-from moe_xla.passes.recover.terms import Const, Factor, Flat, Idx, Term, flatten, fresh_axis
+from moe_xla.passes.recover.terms import UNIT, Const, Factor, Idx, Term, Var, flatten, fresh_axis
 from moe_xla.passes.recover.values import (
     NoRule,
     Piece,
     Value,
     align,
     cancelled,
+    has_slots,
     has_unique_cells,
     literal_of,
     materialised,
@@ -37,15 +48,13 @@ from moe_xla.passes.recover.values import (
 @rule("scatter", "scatter-add")
 def scatter(context: Context, eqn: Any, operand: Value, indices: Value, updates: Value) -> Value:
     """Rows at data-dependent places: those out of range have no place, as scatters drop them."""
-    numbers, shape = eqn.params["dimension_numbers"], operand.shape
-    if eqn.params["mode"] == GatherScatterMode.CLIP:
-        raise NoRule("a scatter that moves what is out of range")
-    if not set(numbers.scatter_dims_to_operand_dims) <= set(numbers.inserted_window_dims):
-        raise NoRule("a scatter of windows")
+    shape = operand.shape
     if operand.background is not None or updates.background is not None:
         raise NoRule("a scatter of values that are not zero elsewhere")
     columns = _columns(context, indices)
-    pieces = [_placed(context.graph, numbers, shape, columns, p.renamed()) for p in updates.pieces]
+    pieces = [_placed(context.graph, eqn, shape, columns, p.renamed()) for p in updates.pieces]
+    if updates.is_plain:
+        pieces = [_taken_apart(context.graph, p) for p in pieces]
     rows = Value(shape, operand.dtype, tuple(pieces))
     empty = literal_of(operand) is not None and literal_of(operand) == 0
     if eqn.primitive.name == "scatter-add":
@@ -63,15 +72,13 @@ def _sum(operand: Value, rows: Value) -> Value:
 
 
 def _columns(context: Context, indices: Value) -> list[Piece]:
-    """The components of an index array, each over the array's other axes; one of them must be a queue position."""
+    """The components of an index array, each over the array's other axes."""
     if not is_integer(indices.dtype) or indices.background is not None:
         raise NoRule("an index array that is not known")
     columns = [entry(context, indices, len(indices.shape) - 1, k) for k in range(indices.shape[-1])]
     pieces = [c.pieces[0] for c in columns]
     if any(len(c.pieces) != 1 or c.background is not None for c in columns):
         raise NoRule("an index array put together from several parts")
-    if not any(depends_on_rank(context.graph, f.node) for p in pieces for f in p.factors):
-        raise NoRule("an index that is no queue position")
     return [p.renamed() for p in pieces]
 
 
@@ -84,8 +91,9 @@ def _aligned(graph: Graph, base: Piece, axes: Sequence[int], columns: Sequence[P
     return base.substitute(solved), [materialised(graph, c.substitute(solved), np.dtype(np.int32)) for c in columns]
 
 
-def _placed(graph: Graph, numbers: Any, shape: Sequence[int], columns: Sequence[Piece], update: Piece) -> Piece:
+def _placed(graph: Graph, eqn: Any, shape: Sequence[int], columns: Sequence[Piece], update: Piece) -> Piece:
     """A piece of the updates at its places in the operand."""
+    numbers, clips = eqn.params["dimension_numbers"], eqn.params["mode"] == GatherScatterMode.CLIP
     window = list(numbers.update_window_dims)
     free = [i for i in range(len(update.axes)) if i not in window]
     update, found = _aligned(graph, update, free, columns)
@@ -94,24 +102,55 @@ def _placed(graph: Graph, numbers: Any, shape: Sequence[int], columns: Sequence[
     axes: list[Term] = []
     guards = list(update.guards)
     for d, size in enumerate(shape):
-        if d in indexed:
+        own = update.axes[window.pop(0)] if d not in (*numbers.inserted_window_dims, *batched) else None
+        if d in indexed and own is not None and own.size == size and _is_start(indexed[d], eqn):
+            axes.append(own)
+        elif d in indexed:
+            if own is not None and own.size > 1:
+                raise NoRule("a scatter of windows")
             place, conditions = peeled(graph, indexed[d], size)
+            bound = bound_of(graph, place)
+            if clips and (conditions or bound is None or bound > size):
+                raise NoRule("a scatter that moves what is out of range")
             guards += conditions
             axes.append(_place(graph, place, size, frozenset(guards)))
         elif d in batched:
             axes.append(update.axes[free[batched[d]]])
         else:
-            axes.append(fresh_axis(1) if d in numbers.inserted_window_dims else update.axes[window.pop(0)])
+            axes.append(UNIT if own is None else own)
         if axes[-1].size != size:
             raise NoRule("a scatter of windows that are not whole")
     return update.replace(axes=tuple(axes), guards=tuple(dict.fromkeys(guards)))
 
 
+def _taken_apart(graph: Graph, piece: Piece) -> Piece:
+    """A piece with a matrix for each assignment as the outer product that it is of."""
+    indices, (factor, *others) = [a for a in piece.axes if isinstance(a, Idx)], piece.factors
+    dense = [a for a in piece.axes if isinstance(a, Var) and a not in piece.points]
+    if graph.reader is None or others or len(indices) != 1 or len(dense) < 2:
+        return piece
+    factors = graph.reader.product(factor, indices[0])
+    return piece if factors is None else piece.replace(factors=factors)
+
+
 @rule("gather")
 def gather(context: Context, eqn: Any, operand: Value, indices: Value) -> Value:
-    if operand.is_plain:
+    if not operand.is_plain:
+        return _rows_at(context, eqn, operand, indices)
+    if not is_floating(operand.dtype) or depends_on_rank(context.graph, operand.factor.node):
         return _position_at(context, eqn, operand, indices)
-    return _rows_at(context, eqn, operand, indices)
+    chosen = _rows_at(context, eqn, operand, indices)
+    if not chosen.is_plain or not _is_work_of_experts(context.graph, chosen.factor):
+        raise NoRule("a gather of something else than the work or the matrices of experts")
+    return chosen
+
+
+def _is_work_of_experts(graph: Graph, factor: Factor) -> bool:
+    """Whether a factor is the work of chosen experts, or a matrix of theirs."""
+    if matmul_indices(graph, factor.node):
+        return True
+    free = [a for a in factor.args if isinstance(a, Var)]
+    return bool(choices_in(graph, factor)) and isinstance(factor.node, Leaf) and len(free) > 1
 
 
 def _position_at(context: Context, eqn: Any, operand: Value, indices: Value) -> Value:
@@ -144,15 +183,22 @@ def _position_at(context: Context, eqn: Any, operand: Value, indices: Value) -> 
 def _rows_at(context: Context, eqn: Any, operand: Value, indices: Value) -> Value:
     """What stands in the slots that indices name: a contraction with ones at these places."""
     numbers, aval, graph = eqn.params["dimension_numbers"], eqn.outvars[0].aval, context.graph
-    indexed, collapsed = numbers.start_index_map, (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    whole = [d for d in range(len(operand.shape)) if d not in collapsed]
-    sizes = eqn.params["slice_sizes"]
-    if not set(indexed) <= set(numbers.collapsed_slice_dims) or any(sizes[d] != operand.shape[d] for d in whole):
+    sizes, batched = eqn.params["slice_sizes"], numbers.operand_batching_dims
+    columns = dict(zip(numbers.start_index_map, _columns(context, indices), strict=True))
+    factors = [f for p in columns.values() for f in p.factors]
+    if has_slots(graph, operand) and not any(depends_on_rank(graph, f.node) for f in factors):
+        raise NoRule("an index that is no queue position")
+    for d in [d for d in columns if d not in numbers.collapsed_slice_dims and sizes[d] == operand.shape[d]]:
+        start = columns.pop(d)
+        if len(start.factors) != 1 or not _is_start(start.factors[0], eqn):
+            raise NoRule("a gather of slices")
+    indexed = [d for d in numbers.start_index_map if d in columns]
+    whole = [d for d in range(len(operand.shape)) if d not in indexed and d not in batched]
+    if any(sizes[d] != 1 for d in indexed) or any(sizes[d] != operand.shape[d] for d in whole):
         raise NoRule("a gather of slices")
-    columns = _columns(context, indices)
     batch = indices.shape[:-1]
     base = Piece(tuple(fresh_axis(n) for n in batch))
-    base, found = _aligned(graph, base, range(len(batch)), columns)
+    base, found = _aligned(graph, base, range(len(batch)), [columns[d] for d in indexed])
     cases = [base]
     for d, index in zip(indexed, found, strict=True):
         cases = [c for case in cases for c in _with_place(graph, case, eqn, index, operand.shape[d])]
@@ -160,12 +206,29 @@ def _rows_at(context: Context, eqn: Any, operand: Value, indices: Value) -> Valu
     shape = (*batch, *(operand.shape[d] for d in indexed))
     ones = Value(shape, dtype, tuple(cases))
     joined = [(d, len(batch) + k) for k, d in enumerate(indexed)]
-    joined += zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    rows, others = iter(whole), iter(range(len(batch)))
-    out = [
+    joined += zip(batched, numbers.start_indices_batching_dims, strict=True)
+    kept = [d for d in range(len(operand.shape)) if d not in numbers.collapsed_slice_dims and d not in batched]
+    rows, others = iter(kept), iter(range(len(batch)))
+    axes = [
         ("left", next(rows)) if i in numbers.offset_dims else ("right", next(others)) for i in range(len(aval.shape))
     ]
-    return contract(context, operand, ones, joined, out, aval.shape, dtype)
+    out = [a for a in axes if a[0] == "right" or a[1] not in indexed]
+    taken = contract(
+        context, operand, ones, joined, out, [n for n, a in zip(aval.shape, axes, strict=True) if a in out], dtype
+    )
+    return taken.map_pieces(aval.shape, lambda p: _with_units(p, [a in out for a in axes]))
+
+
+def _is_start(index: Factor, eqn: Any) -> bool:
+    """Whether whole slices begin at an index: it is zero, or the equation moves it there."""
+    value = literal(index)
+    return eqn.params["mode"] == GatherScatterMode.CLIP or (value is not None and value == 0)
+
+
+def _with_units(piece: Piece, kept: Sequence[bool]) -> Piece:
+    """The piece with axes of length 1 where none is kept."""
+    axes = iter(piece.axes)
+    return piece.replace(axes=tuple(next(axes) if k else UNIT for k in kept))
 
 
 def _with_place(graph: Graph, case: Piece, eqn: Any, index: Factor, size: int) -> list[Piece]:
@@ -186,7 +249,7 @@ def _with_place(graph: Graph, case: Piece, eqn: Any, index: Factor, size: int) -
         term = _place(graph, place, size, held | set(more))
         if value is not None and 0 <= value < size:
             term = Const(int(value), size)
-        elif not isinstance(term, Flat):
+        elif isinstance(term, Idx):
             place, more = peeled(graph, _in_mode(graph, eqn, inside, size), size)
             term = Idx(place.node, place.args, size)
         conditions = [*conditions, *more]
@@ -197,6 +260,8 @@ def _with_place(graph: Graph, case: Piece, eqn: Any, index: Factor, size: int) -
 def _place(graph: Graph, index: Factor, size: int, held: frozenset[Factor]) -> Term:
     """The place of an index; of one that is an expert and a position in one number, both."""
     place = Idx(index.node, index.args, size)
+    if isinstance(index.node, Iota) and index.args[0].size == size:
+        return index.args[0]
     pair = unflattened(graph, place, held)
     return place if pair is None else flatten(pair)
 

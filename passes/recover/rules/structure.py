@@ -11,7 +11,7 @@ import jax.extend.core.primitives as prims
 import numpy as np
 
 from moe_xla.passes.recover.facts import depends_on_rank
-from moe_xla.passes.recover.nodes import Graph, is_floating
+from moe_xla.passes.recover.nodes import Graph, is_floating, is_integer
 from moe_xla.passes.recover.rules.elementwise import apply
 from moe_xla.passes.recover.rules.table import Context, rule
 from moe_xla.passes.recover.terms import (
@@ -335,8 +335,11 @@ def _shifted(context: Context, value: Value, axis: int, offset: int, length: int
 
 
 def _are_positions(context: Context, values: Sequence[Value]) -> bool:
-    """Whether ordinary arrays are queue positions, or an index that one is part of."""
-    return all(v.is_plain for v in values) and any(depends_on_rank(context.graph, v.factor.node) for v in values)
+    """Whether ordinary arrays are queue positions, or the columns of an index."""
+    if not all(v.is_plain for v in values):
+        return False
+    columns = all(is_integer(v.dtype) and v.shape[-1:] == (1,) for v in values)
+    return columns or any(depends_on_rank(context.graph, v.factor.node) for v in values)
 
 
 def _check_parts(context: Context, values: Sequence[Value]) -> None:

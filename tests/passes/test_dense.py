@@ -1,0 +1,158 @@
+"""Layers without a capacity become work on the chosen experts' rows; what needs every expert stays as it is written."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moe_xla
+from tests.forms import dense
+from tests.forms.check import QUICK, assert_close, quick_jit, shapes
+from tests.forms.form import EXPERTS, HIDDEN, MODEL, TOKENS, init_layer
+
+every_layer = pytest.mark.parametrize("name", dense.LAYERS)
+
+
+def _inputs(dtype):
+    return init_layer(np.random.default_rng(3), dtype, (TOKENS,))
+
+
+def _step(layer):
+    def loss(params, x):
+        y = layer(params, x)
+        return jnp.square(y).mean() + y.mean(), y
+
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+
+
+def _sites(program, inputs, semantics="exact"):
+    step = moe_xla.moe_jit(program, semantics=semantics, compiler_options=QUICK)
+    return step, step.explain(*inputs).sites
+
+
+def _wide_arrays(step, inputs):
+    """Arrays of the work of every expert, or with a matrix for every assignment."""
+    found = []
+    for shape, name in shapes(step.trace(*inputs).jaxpr.jaxpr):
+        sizes = set(shape)
+        rows = sizes & {TOKENS, TOKENS * dense.CHOICES}
+        if rows and (({EXPERTS, HIDDEN} <= sizes) or ({MODEL, HIDDEN} <= sizes)):
+            found.append(f"{name}{list(shape)}")
+    return found
+
+
+def _assert_rewritten(name, program, inputs, tolerance, semantics="exact"):
+    step, sites = _sites(program, inputs, semantics)
+    choices = 1 if name in dense.ONE_CHOICE else dense.CHOICES
+    pattern = dense.PATTERN.get(name, "dense_experts")
+    found = [(s.status, s.pattern, s.tokens, s.experts, s.choices, s.capacity, s.reason) for s in sites]
+    assert found == [("rewritten", pattern, TOKENS, EXPERTS, choices, None, None)]
+    assert not _wide_arrays(step, inputs)
+    assert_close(step(*inputs), quick_jit(program)(*inputs), tolerance)
+
+
+@every_layer
+@pytest.mark.usefixtures("x64")
+def test_value_and_gradients(name):
+    _assert_rewritten(name, _step(dense.LAYERS[name]), _inputs(jnp.float64), 1e-11)
+
+
+@every_layer
+def test_forward_in_float32(name):
+    _assert_rewritten(name, dense.LAYERS[name], _inputs(jnp.float32), 2e-5, "dropless")
+
+
+# --- what must stay as it is
+
+
+def _aux_of_every_expert(params, x):
+    out = dense.every_expert(params, x)
+    return dense.summed(out, dense.weights(params, x)) + 0.1 * jnp.sin(out).mean(1)
+
+
+def _straight_through(params, x):
+    """The backward pass of the gates asks for the work of every expert."""
+    probs = jax.nn.softmax(x @ params["wg"])
+    hard = dense.weights(params, x)
+    return dense.summed(dense.every_expert(params, x), probs + jax.lax.stop_gradient(hard - probs))
+
+
+def _result(params, x):
+    out = dense.every_expert(params, x)
+    return dense.summed(out, dense.weights(params, x)), out
+
+
+def _large_negative_mask(params, x):
+    """What is masked by a large negative number has a weight that is small, and not provably zero."""
+    logits = x @ params["wg"]
+    chosen = dense.one_hot(jax.lax.top_k(logits, dense.CHOICES)[1], x).sum(1)
+    return dense.summed(dense.every_expert(params, x), jax.nn.softmax(jnp.where(chosen > 0, logits, -5.0)))
+
+
+def _mixture(params, x):
+    return dense.summed(dense.every_expert(params, x), jax.nn.softmax(x @ params["wg"]))
+
+
+def _threshold(params, x):
+    """Ties would choose more experts than K."""
+    probs = jax.nn.softmax(x @ params["wg"])
+    least = jax.lax.top_k(probs, dense.CHOICES)[0][:, -1:]
+    return dense.summed(dense.every_expert(params, x), jnp.where(probs >= least, probs, 0))
+
+
+def _input_gated_biased(params, x):
+    """Experts of zero are not zero: those that are not chosen count too."""
+    rows = jnp.einsum("td,te->ted", x, dense.weights(params, x))
+    hidden = jax.nn.silu(jnp.einsum("ted,edf->tef", rows, params["w1"]) + params["b1"])
+    return jnp.einsum("tef,efd->td", hidden, params["w2"])
+
+
+def _all_chosen(params, x):
+    """Every expert is chosen: there is nothing to save."""
+    gate, index = jax.lax.top_k(jax.nn.softmax(x @ params["wg"]), EXPERTS)
+    return dense.summed(dense.every_expert(params, x), (dense.one_hot(index, x) * gate[..., None]).sum(1))
+
+
+KEPT = {
+    "aux_of_every_expert": _aux_of_every_expert,
+    "straight_through": _straight_through,
+    "result": _result,
+    "large_negative_mask": _large_negative_mask,
+    "mixture": _mixture,
+    "threshold": _threshold,
+    "input_gated_biased": _input_gated_biased,
+    "all_chosen": _all_chosen,
+}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("direction", ["forward", "gradient"])
+@pytest.mark.parametrize("name", KEPT)
+def test_what_needs_every_expert_is_untouched(name, direction):
+    layer, inputs = KEPT[name], _inputs(jnp.float64)
+    program = layer if direction == "forward" else _step(lambda params, x: jax.tree.leaves(layer(params, x))[0])
+    if name == "result" and direction == "gradient":
+        program = _step(lambda params, x: sum(jnp.square(leaf).sum() for leaf in layer(params, x)))
+    step, sites = _sites(program, inputs)
+    assert all(site.status == "kept" and site.reason for site in sites)
+    assert str(step.trace(*inputs).jaxpr) == str(jax.jit(program).trace(*inputs).jaxpr)
+    assert_close(step(*inputs), quick_jit(program)(*inputs), 0)
+
+
+def test_a_pattern_that_is_not_wanted():
+    inputs = _inputs(jnp.float32)
+    for name, pattern in (("gated", "dense_experts"), ("gather_index", "weight_gather")):
+        others = sorted(set(moe_xla.passes.pipeline.PATTERNS) - {pattern})
+        step = moe_xla.moe_jit(dense.LAYERS[name], patterns=others, compiler_options=QUICK)
+        assert not step.explain(*inputs).sites
+        assert_close(step(*inputs), quick_jit(dense.LAYERS[name])(*inputs), 0)
+
+
+def test_one_expert_that_is_not_a_number_spoils_its_own_tokens_only():
+    params, x = _inputs(jnp.float32)
+    params = {**params, "w1": params["w1"].at[2].set(jnp.nan)}
+    y = moe_xla.moe_jit(dense.gated, compiler_options=QUICK)(params, x)
+    spoilt = (dense.route(params, x)[1] == 2).any(1)
+    np.testing.assert_array_equal(np.isnan(y).any(1), spoilt)
