@@ -891,15 +891,11 @@ def scattered(graph: Graph, value: Value) -> Value:
     value = additive(graph, value)
     total: Value | None = None
     for piece in value.pieces:
-        node = graph.ein(
-            tuple(a if a.size != 1 else UNIT for a in piece.axes),
-            piece.factors,
-            piece.guards,
-            piece.equalities,
-            piece.coef,
-            value.dtype,
-        )
-        term = of_node(node)
+        parts = (piece.factors, piece.guards, piece.equalities, piece.coef, value.dtype)
+        if _fixed_places(piece.axes):
+            term = _placed(graph, value.shape, piece.axes, *parts)
+        else:
+            term = of_node(graph.ein(tuple(a if a.size != 1 else UNIT for a in piece.axes), *parts))
         total = term if total is None else plain_map(graph, prims.add_p, {}, [total, term], value.shape, value.dtype)
     return total if total is not None else of_literal(graph, 0, value.shape, value.dtype)
 
@@ -1020,7 +1016,7 @@ def fills_all(value: Value) -> bool:
 
 def _is_patched(graph: Graph, value: Value) -> bool:
     """Whether queue positions stand side by side at fixed places, as `stack` puts them."""
-    fixed = all(any(isinstance(t, Const) and t.size != 1 for a in p.axes for t in parts_of(a)) for p in value.pieces)
+    fixed = all(_fixed_places(p.axes) for p in value.pieces)
     return fixed and any(depends_on_rank(graph, f.node) for p in value.pieces for f in p.factors)
 
 
@@ -1036,19 +1032,35 @@ def _as_plain(graph: Graph, value: Value) -> Value:
             used = tuple(v for v in piece.variables if v not in piece.hidden)
             node = graph.ein(used, piece.factors, piece.guards, frozenset(), piece.coef, value.dtype)
             piece = Piece(piece.axes, (Factor(node, used),))
-        term = _placed(graph, value.shape, piece.axes, materialised(graph, piece, value.dtype))
+        data = materialised(graph, piece, value.dtype)
+        if _fixed_places(piece.axes):
+            term = _placed(graph, value.shape, piece.axes, [data], (), frozenset(), 1, value.dtype)
+        else:
+            term = plain(value.shape, piece.axes, data)
         total = term if total is None else plain_map(graph, prim, {}, [total, term], value.shape, value.dtype)
     assert total is not None
     return total
 
 
-def _placed(graph: Graph, shape: Sequence[int], axes: Sequence[Term], data: Factor) -> Value:
-    """Data as one array; where an axis is a fixed place, it is zero in the others."""
-    if not any(isinstance(t, Const) and t.size != 1 for a in axes for t in parts_of(a)):
-        return plain(shape, axes, data)
+def _fixed_places(axes: Sequence[Term]) -> bool:
+    """Whether an axis, or a part of one, is a fixed place."""
+    return any(isinstance(t, Const) and t.size != 1 for a in axes for t in parts_of(a))
+
+
+def _placed(
+    graph: Graph,
+    shape: Sequence[int],
+    axes: Sequence[Term],
+    factors: Sequence[Factor],
+    guards: Sequence[Factor],
+    equalities: Equalities,
+    coef: Any,
+    dtype: Any,
+) -> Value:
+    """A sum as one array; where an axis is a fixed place, it is zero in the others."""
     parts = [list(parts_of(a)) for a in axes]
     flat = [t for ts in parts for t in ts]
-    node = graph.ein([UNIT if isinstance(t, Const) else t for t in flat], [data], (), frozenset(), 1, data.node.dtype)
+    node = graph.ein([UNIT if isinstance(t, Const) else t for t in flat], factors, guards, equalities, coef, dtype)
     for i, term in enumerate(flat):
         if isinstance(term, Const) and term.size != 1:
             node = graph.pad(node, i, term.value, term.size - term.value - 1)

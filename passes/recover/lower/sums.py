@@ -58,6 +58,7 @@ class SumEmitter(RowEmitter):
         if dotted is not None:
             return dotted
         out = tuple(p for t in node.out for p in parts_of(t))
+        assert all(isinstance(p, Var) for p in out), out
         guards = [*node.guards, *self._equal_guards(node)]
         data = self.einsum(node.factors, guards, out, node.coef, node.dtype)  # type: ignore[arg-type]
         return lax.reshape(data, node.shape) if data.shape != node.shape else data
