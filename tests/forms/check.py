@@ -31,7 +31,13 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
 
 
 # Compiling costs more than running at these sizes; XLA's fusion emitters alone take two thirds of it.
-QUICK = _known({"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False})
+QUICK = _known(
+    {
+        "xla_backend_optimization_level": 0,
+        "xla_cpu_use_fusion_emitters": False,
+        "xla_cpu_parallel_codegen_split_count": 1,
+    }
+)
 TOLERANCE = {"float32": 2e-5, "float64": 2e-12}
 
 
