@@ -1,7 +1,10 @@
-# What people run: `make demo`, `make test`.  Environments are made on first use and kept; `make clean` removes them.
+# What people run: `make demo`, `make test`, `make fuzz N=10000`.
+# Environments are made on first use and kept; `make clean` removes them.
 
 PYTHON ?= python3
 WORKERS ?= 2
+# How many programs `make fuzz` draws.
+N ?= 1000
 VENV := .venv
 NEWEST_VENV := .venv-newest
 # An installed extra is a stamp in its environment, so that a second run installs nothing.
@@ -11,7 +14,7 @@ NEWEST_INSTALLED := $(NEWEST_VENV)/.installed-test
 AS_INSTALLED := build/as_installed
 PYTEST := -m pytest -n $(WORKERS)
 
-.PHONY: demo test test-newest lint bench clean $(AS_INSTALLED)
+.PHONY: demo test test-newest fuzz lint bench clean $(AS_INSTALLED)
 
 demo: $(INSTALLED)-examples
 	$(VENV)/bin/python examples/train_bytes.py $(ARGS)
@@ -22,6 +25,9 @@ test: $(INSTALLED)-test
 test-newest: $(NEWEST_INSTALLED)
 	@$(NEWEST_VENV)/bin/python -c "import jax, sys; print('jax', jax.__version__, 'on Python', sys.version)"
 	JAX_PLATFORMS=cpu $(NEWEST_VENV)/bin/python $(PYTEST) $(ARGS)
+
+fuzz: $(INSTALLED)-test
+	JAX_PLATFORMS=cpu $(VENV)/bin/python -m tests.generated $(N) $(ARGS)
 
 lint: $(INSTALLED)-lint $(AS_INSTALLED)
 	$(VENV)/bin/ruff check

@@ -1,0 +1,1 @@
+"""Naive Mixture-of-Experts programs put together at random; see `programs.Program`."""

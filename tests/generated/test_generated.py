@@ -1,0 +1,46 @@
+"""Programs put together at random compute what they did, rewritten or not, and most layers are rewritten.
+
+`make fuzz N=10000` draws others, as many as are asked for.  A program that was found to be wrong belongs to `NAMED`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from .judge import judge
+from .programs import Program
+from .runs import refusals, rewritten_share, run_programs
+
+# Shards for the workers; each draws its own programs, the same in every run.
+SHARDS, PROGRAMS = 4, 75
+LEAST_REWRITTEN = 0.95
+
+NAMED: dict[str, Program] = {
+    "ordinary": Program(),
+    "scattered": Program(family="scatter"),
+    "without_slots": Program(family="dense_all"),
+    # padding that reads -1 takes no slot, so it may come back into the masks
+    # the cotangent of y is the same for all tokens, and empty slots hold the bias
+    "constant_cotangent_over_a_background": Program(grouped=True, masks="unrolled", biases=True, loss="sum"),
+    # the largest position of two queues that stand one behind the other, and behind what is kept of the first
+    "longest_queue": Program(order="offset", sample="where", metrics="queue"),
+    "longest_queue_behind_kept_choices": Program(order="offset_kept", metrics="queue"),
+    "padding_before_the_first_slot": Program(padding="periodic", rank="after", near_miss="padding_unmasked"),
+}
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_programs_are_right_and_rewritten(shard):
+    verdicts = run_programs(PROGRAMS, seed=shard)
+    assert rewritten_share(verdicts) >= LEAST_REWRITTEN, "\n".join(refusals(verdicts))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_programs_are_right(name):
+    judge(NAMED[name])
+
+
+def test_programs_print_as_what_makes_them():
+    program = Program(tokens=6, chooser="argsort", grouped=True)
+    assert repr(program) == "Program(tokens=6, grouped=True, chooser='argsort')"
+    assert eval(repr(program)) == program
