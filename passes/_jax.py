@@ -7,6 +7,7 @@ exists.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -20,6 +21,19 @@ def source_of(eqn: Any) -> str | None:
     """`file:line (function)` of an equation in the user's code, or None."""
     info = getattr(eqn, "source_info", None)
     return (source_info_util.summarize(info) or None) if info is not None else None
+
+
+def at_source(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+    """Equations traced inside bear the source line and the named scopes of `eqn`."""
+    info = eqn.source_info
+    name_stack = source_info_util.current_name_stack() + info.name_stack
+    return source_info_util.user_context(info.traceback, name_stack=name_stack)
+
+
+def derivative_rule(eqn: Any) -> Any:
+    """The jaxpr of the rule of a `custom_jvp_call`, its constants, and which of its tangents are zeros."""
+    count = len(eqn.invars)
+    return eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * count)
 
 
 @functools.cache

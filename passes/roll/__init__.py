@@ -1,0 +1,100 @@
+"""Loops over experts become programs with an expert axis.
+
+In: a closed jaxpr.  Out: `rolled(closed)`: one of the same inputs and outputs in which unrolled and scanned loops over
+experts are batched operations, equal up to the order of additions; None if it holds no such loop.  Whatever is not
+understood stays as it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend as jex
+from absl import logging
+
+from moe_xla.passes.roll.graph import is_helper
+from moe_xla.passes.roll.scans import unscanned
+from moe_xla.passes.roll.unrolled import unrolled
+
+__all__ = ["rolled"]
+
+_Step = Callable[[jex.core.ClosedJaxpr], jex.core.ClosedJaxpr | None]
+_BODIES = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "checkpoint", "remat", "remat2"}
+)
+
+
+def rolled(closed: jex.core.ClosedJaxpr) -> jex.core.ClosedJaxpr | None:
+    """The program with its loops over experts rolled, or None if there are none; never raises for a valid program."""
+    try:
+        return _rolled(closed)
+    except Exception as error:  # a fault of ours must never reach the user's step: its loops stay as written
+        logging.warning("moe_xla: loops over experts stay as written: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _rolled(closed: jex.core.ClosedJaxpr) -> jex.core.ClosedJaxpr | None:
+    result = closed
+    steps: tuple[_Step, ...] = (_with_bodies, lambda c: _traced(c, unscanned), lambda c: _traced(c, unrolled))
+    for step in steps:
+        result = step(result) or result
+    return None if result is closed else result
+
+
+def _traced(
+    closed: jex.core.ClosedJaxpr, step: Callable[[Any], Callable[[Sequence[Any]], list[Any]] | None]
+) -> jex.core.ClosedJaxpr | None:
+    """The program as a step of this pass runs it."""
+    run = step(closed.jaxpr)
+    if run is None:
+        return None
+    inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in closed.jaxpr.invars]
+    result = jax.make_jaxpr(lambda *arrays: run([*closed.consts, *arrays]))(*inputs)
+    return result if _types(result.jaxpr) == _types(closed.jaxpr) else None
+
+
+def _types(jaxpr: Any) -> list[Any]:
+    return [(v.aval.shape, v.aval.dtype, getattr(v.aval, "weak_type", False)) for v in (*jaxpr.invars, *jaxpr.outvars)]
+
+
+# --- bodies of control flow
+
+
+def _with_bodies(closed: jex.core.ClosedJaxpr) -> jex.core.ClosedJaxpr | None:
+    """The program with the loops in its bodies rolled; each body keeps its inputs and outputs."""
+    eqns = [_with_body(eqn) for eqn in closed.jaxpr.eqns]
+    if all(new is old for new, old in zip(eqns, closed.jaxpr.eqns, strict=True)):
+        return None
+    return jex.core.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)
+
+
+def _with_body(eqn: Any) -> Any:
+    if eqn.primitive.name not in _BODIES:
+        return eqn
+    step = _with_bodies if is_helper(eqn) else _rolled  # a helper is rolled together with what surrounds it
+    params = {name: _with_param(param, step) for name, param in eqn.params.items()}
+    changed = any(params[name] is not param for name, param in eqn.params.items())
+    return eqn.replace(params=params) if changed else eqn
+
+
+def _with_param(param: Any, step: _Step) -> Any:
+    if isinstance(param, jex.core.ClosedJaxpr):
+        return _same_signature(param, step)
+    if isinstance(param, jex.core.Jaxpr) and not param.constvars:
+        closed = jex.core.ClosedJaxpr(param, ())
+        result = _same_signature(closed, step)
+        return param if result is closed else result.jaxpr
+    if isinstance(param, tuple) and any(isinstance(p, jex.core.ClosedJaxpr) for p in param):
+        branches = tuple(_with_param(p, step) for p in param)
+        return param if all(new is old for new, old in zip(branches, param, strict=True)) else branches
+    return param
+
+
+def _same_signature(closed: jex.core.ClosedJaxpr, step: _Step) -> jex.core.ClosedJaxpr:
+    """The rolled body if it needs no new constants, else the body."""
+    result = step(closed)
+    if result is None or len(result.consts) != len(closed.consts):
+        return closed
+    return jex.core.ClosedJaxpr(result.jaxpr.replace(debug_info=closed.jaxpr.debug_info), result.consts)
