@@ -31,9 +31,12 @@ from moe_xla.passes.recover.nodes import is_floating
 from moe_xla.passes.recover.session import Session
 from moe_xla.passes.recover.terms import Var, key_of, term_vars
 from moe_xla.passes.recover.values import NoRule
+from moe_xla.passes.roll import may_hold_loops, rolled
 from moe_xla.passes.site import KEPT, REWRITTEN, Site
 
-PATTERNS = ("einsum_dispatch", "scatter_dispatch", "dense_experts", "weight_gather")
+PATTERNS = ("einsum_dispatch", "scatter_dispatch", "dense_experts", "weight_gather", "expert_loop")
+# Loops over experts are rolled into programs with an axis of experts first.
+_ROLLED_INTO = frozenset({"dense_experts", "weight_gather"})
 SEMANTICS = ("dropless", "exact")
 _RECURSION_LIMIT = 20_000
 _NEXT_MODE = {"dropless": "exact", "exact": "off"}
@@ -90,6 +93,25 @@ class _Emission:
 
 def rewrite_jaxpr(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritten:
     """Rewrites the Mixture-of-Experts layers of `closed`; never raises for a program that jax itself accepts."""
+    result = _rewritten(closed, options)
+    if not {"expert_loop", "dense_experts"} <= options.patterns or not may_hold_loops(closed):
+        return result
+    loops = rolled(closed)
+    if loops is None:
+        return result
+    known = {site.source for site in result.sites}
+    other = _rewritten(loops, options)
+    sites = tuple(_of_loop(site) if site.source not in known else site for site in other.sites)
+    found = sum(site.status == REWRITTEN for site in sites) > sum(site.status == REWRITTEN for site in result.sites)
+    return Rewritten(other.evaluate, sites) if found else result
+
+
+def _of_loop(site: Site) -> Site:
+    """A site that was found by rolling a loop."""
+    return dataclasses.replace(site, pattern="expert_loop") if site.pattern in _ROLLED_INTO else site
+
+
+def _rewritten(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritten:
     as_written = jex.core.jaxpr_as_fun(closed)
     if not options.patterns:
         return Rewritten(as_written, ())

@@ -14,16 +14,32 @@ import jax
 import jax.extend as jex
 from absl import logging
 
-from moe_xla.passes.roll.graph import is_helper
+from moe_xla.passes.roll.graph import inner_jaxprs, is_helper
 from moe_xla.passes.roll.scans import unscanned
 from moe_xla.passes.roll.unrolled import unrolled
 
-__all__ = ["rolled"]
+__all__ = ["may_hold_loops", "rolled"]
 
 _Step = Callable[[jex.core.ClosedJaxpr], jex.core.ClosedJaxpr | None]
 _BODIES = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "checkpoint", "remat", "remat2"}
 )
+
+
+# What picks an expert for a token, unless the program is given the choice.
+_CHOOSING = frozenset({"top_k", "argmax", "argmin", "sort", "approx_top_k"})
+
+
+def may_hold_loops(closed: jex.core.ClosedJaxpr) -> bool:
+    """Whether a program may hold a loop over experts: it chooses something, compares integers, and contracts."""
+    names = _names(closed.jaxpr)
+    return "dot_general" in names and bool(names & _CHOOSING or "eq" in names)
+
+
+def _names(jaxpr: Any) -> set[str]:
+    """The names of the primitives in a jaxpr and in its bodies."""
+    names = {eqn.primitive.name for eqn in jaxpr.eqns}
+    return names.union(*(_names(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn)))
 
 
 def rolled(closed: jex.core.ClosedJaxpr) -> jex.core.ClosedJaxpr | None:

@@ -143,7 +143,8 @@ def test_what_needs_every_expert_is_untouched(name, direction):
 
 def test_a_pattern_that_is_not_wanted():
     inputs = _inputs(jnp.float32)
-    for name, pattern in (("gated", "dense_experts"), ("gather_index", "weight_gather")):
+    wanted = (("gated", "dense_experts"), ("gather_index", "weight_gather"), ("loop_scan", "expert_loop"))
+    for name, pattern in wanted:
         others = sorted(set(moe_xla.passes.pipeline.PATTERNS) - {pattern})
         step = moe_xla.moe_jit(dense.LAYERS[name], patterns=others, compiler_options=QUICK)
         assert not step.explain(*inputs).sites

@@ -146,8 +146,8 @@ def gather(context: Context, eqn: Any, operand: Value, indices: Value) -> Value:
 
 
 def _is_work_of_experts(graph: Graph, factor: Factor) -> bool:
-    """Whether a factor is the work of chosen experts, or a matrix of theirs."""
-    if matmul_indices(graph, factor.node):
+    """Whether a factor is the work of chosen experts or a matrix of theirs, or an array read where it stands."""
+    if matmul_indices(graph, factor.node) or all(isinstance(a, Var) for a in factor.args):
         return True
     free = [a for a in factor.args if isinstance(a, Var)]
     return bool(choices_in(graph, factor)) and isinstance(factor.node, Leaf) and len(free) > 1
