@@ -87,9 +87,10 @@ class Recovery:
 
     # ---------------------------------------------------------------------------------------------- sites
 
-    def _site_of(self, eqn: Any) -> Path:
+    def _site_of(self, eqn: Any, index: Idx) -> Path:
         site, session = self._path, self.session
         if session.mode(site) == "off":
+            session.unwanted |= {leaf.wire.number for leaf in leaves_of(self.graph, index.node)}
             raise NoRule("this layer is left as it is written")
         self._note_site(site, eqn)
         return site
@@ -112,11 +113,11 @@ class Recovery:
         return frozenset().union(*(self.session.sites_of(key_of(i)) or self._choice_sites(i) for i in indices))
 
     def _choice_sites(self, index: Idx) -> frozenset[Path]:
-        """The sites of a choice, named by the equation that first needed it."""
+        """The sites of a choice, named by the equation that first needed it; none where its queue was refused."""
         session = self.session
-        if self._step is None:
-            return frozenset()
         numbers = {leaf.wire.number for leaf in leaves_of(self.graph, index.node)}
+        if self._step is None or numbers & session.unwanted:
+            return frozenset()
         for number in numbers:
             if number not in session.choices:
                 session.choices[number] = self._path
@@ -366,7 +367,9 @@ class Recovery:
             factors = [f for p in value.pieces for f in p.factors]
             indices = frozenset().union(*(matmul_indices(self.graph, f.node) for f in factors))
             sites = self._sites_choosing(indices) if indices else frozenset()
-            if any(self.session.mode(s) == "off" for s in sites) or (sites and self._has_unknown_slots(value)):
+            if any(self.session.mode(s) == "off" for s in sites) or (indices and not sites):
+                return False
+            if sites and self._has_unknown_slots(value):
                 return False
             if sites:
                 self.session.unite(sites)

@@ -15,11 +15,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from moe_xla.passes.recover.facts import assignments_of, choices_of
+from moe_xla.passes.recover.facts import assignments_of, choices_of, distinct_of
 from moe_xla.passes.recover.nodes import Graph, literal
 from moe_xla.passes.recover.program import Step, Wire
 from moe_xla.passes.recover.session import Path, Session
-from moe_xla.passes.recover.terms import Factor, Idx, IndexKey, key_of, parts_of
+from moe_xla.passes.recover.terms import Factor, Idx, IndexKey, Var, key_of, parts_of, term_vars
 from moe_xla.passes.recover.values import Value, is_slot
 
 _SCALING = frozenset({"mul", "div"})
@@ -118,7 +118,7 @@ def follow(graph: Graph, step: Step, is_dropless: Callable[[Any], bool]) -> list
     if any(is_dropless(site) for w in step.outputs for site in w.tainted):
         return []  # positions have a rule of their own, where they are computed
     if name in _REDUCING and step.inputs[0].value is not None:
-        counted = _indices(step.inputs[0].value) | step.inputs[0].loads
+        counted = _counted(graph, step.inputs[0].value, step.eqn.params) | step.inputs[0].loads
         for wire in step.outputs:
             wire.loads = counted
             wire.mean_of = _reduced_cells(graph, step) if counted else None
@@ -172,6 +172,20 @@ def _indices(value: Value) -> frozenset[IndexKey]:
     """The indices of the places at which a value stands."""
     places = [p for piece in value.pieces for a in piece.axes for p in parts_of(a)]
     return frozenset(key_of(p) for p in places if isinstance(p, Idx))
+
+
+def _counted(graph: Graph, value: Value, params: dict[str, Any]) -> frozenset[IndexKey]:
+    """The indices of which a reduction adds up tokens: what is reduced for each token by itself counts no rows."""
+    counted: set[IndexKey] = set()
+    for piece in value.pieces:
+        left = [a for i, a in enumerate(piece.axes) if i not in params.get("axes", (params.get("axis"),))]
+        pinned = {v for a in left for v in parts_of(a) if isinstance(v, Var)}
+        for place in [p for a in piece.axes for p in parts_of(a) if isinstance(p, Idx)]:
+            fact = distinct_of(graph, place.factor)
+            choice = {fact.along} if fact is not None else set()
+            if not set(term_vars(place)) - choice <= pinned:
+                counted.add(key_of(place))
+    return frozenset(counted)
 
 
 def _reduced_cells(graph: Graph, step: Step) -> tuple[float, str]:

@@ -25,7 +25,11 @@ class Threshold(NamedTuple):
 @dataclasses.dataclass
 class Session:
     """One walk over a program: `modes` says what is asked of a site, `default` of every other one;
-    `enters` whether bodies of scans and checkpoints are walked too."""
+    `enters` whether bodies of scans and checkpoints are walked too.
+
+    `choices` names the site of each array that chooses experts, `unwanted` those arrays whose queue is left as it is
+    written; `chosen` has the indices of a site without queues, `contractions` the sites of contractions.
+    """
 
     modes: dict[Path, str]
     default: str
@@ -37,6 +41,7 @@ class Session:
     literal_uses: list[Any] = dataclasses.field(default_factory=list)
     layer_wires: list[Any] = dataclasses.field(default_factory=list)
     ranks: list[Any] = dataclasses.field(default_factory=list)
+    unwanted: set[int] = dataclasses.field(default_factory=set)
     contractions: list[Any] = dataclasses.field(default_factory=list)
     choices: dict[int, Path] = dataclasses.field(default_factory=dict)
     chosen: dict[Path, list[Any]] = dataclasses.field(default_factory=dict)

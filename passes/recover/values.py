@@ -958,6 +958,9 @@ def additive(graph: Graph, value: Value) -> Value:
         return value
     if is_boolean(value.dtype):
         raise NoRule("a truth value with a background cannot be summed")
+    base = literal_of(value.background)
+    if base is not None and not np.isfinite(base):
+        raise NoRule("a sum of cells that are empty at infinity")
     pieces = list(value.background.pieces)
     for piece in value.pieces:
         base = read(graph, value.background, piece.axes)

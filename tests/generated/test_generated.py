@@ -25,6 +25,9 @@ NAMED: dict[str, Program] = {
     # the largest position of two queues that stand one behind the other, and behind what is kept of the first
     "longest_queue": Program(order="offset", sample="where", metrics="queue"),
     "longest_queue_behind_kept_choices": Program(order="offset_kept", metrics="queue"),
+    # the scores of other groups are infinite, in an array that has to be built behind a layer
+    "infinite_scores_behind_a_layer": Program(chooser="group_limited", around="stack"),
+    "saved_contractions": Program(order="offset", rank_dtype="float32", around="checkpoint_dots"),
     "padding_before_the_first_slot": Program(padding="periodic", rank="after", near_miss="padding_unmasked"),
 }
 

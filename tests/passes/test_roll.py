@@ -13,6 +13,7 @@ from jax import lax
 
 from moe_xla.passes._jax import source_of
 from moe_xla.passes.roll import rolled
+from tests.forms.check import quick_jit
 
 TOKENS, WIDTH, HIDDEN, CHOICES = 7, 4, 5, 2
 TOLERANCE = 1e-12
@@ -367,16 +368,10 @@ def _number_of(name, closed):
     return sum(eqn.primitive.name == name for eqn in _equations(closed.jaxpr))
 
 
-def _run(closed, inputs):
-    return jax.jit(jex.core.jaxpr_as_fun(closed))(*jax.tree.leaves(inputs))
-
-
 def _assert_equal(result, closed, inputs):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE),
-        _run(result, inputs),
-        _run(closed, inputs),
-    )
+    programs = [jex.core.jaxpr_as_fun(c) for c in (result, closed)]
+    outputs = quick_jit(lambda *arrays: [run(*arrays) for run in programs])(*jax.tree.leaves(inputs))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE), *outputs)
 
 
 def _given(form, experts):

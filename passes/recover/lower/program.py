@@ -251,7 +251,7 @@ class Lowering(SumEmitter):
             self.stack.append(wire.step)
         depth = len(self.stack)
         if not value.is_plain:
-            value = self._boolean(value) if is_boolean(value.dtype) else scattered(self.graph, value)
+            value = self._boolean(value) if is_boolean(value.dtype) else self._filled(value)
         piece = value.pieces[0]
         axes = [a for a in piece.axes if a.size != 1]
         variables = [v for a in axes for v in parts_of(a)]
@@ -264,6 +264,16 @@ class Lowering(SumEmitter):
         )
         del self.stack[depth - (wire.step is not None) :]
         return lax.reshape(full, wire.shape) if full.shape != wire.shape else full
+
+    def _filled(self, value: Value) -> Value:
+        """A value as an ordinary one: its pieces where they hit, its background elsewhere, which may be infinite."""
+        if value.background is None:
+            return scattered(self.graph, value)
+        pieces = scattered(self.graph, Value(value.shape, value.dtype, value.pieces))
+        ones = tuple(p.replace(factors=(), coef=1) for p in value.pieces)
+        hit = self._boolean(Value(value.shape, np.dtype(bool), ones))
+        cases = [hit, value.background, pieces]
+        return plain_map(self.graph, prims.select_n_p, {}, cases, value.shape, value.dtype)
 
     def _boolean(self, value: Value) -> Value:
         if value.background is not None:

@@ -116,7 +116,7 @@ class _PointwiseProgram:
 
 def lifted(graph: Graph, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value], keep_rules: bool) -> list[Value]:
     """The values of a jaxpr's results, every equation by its rule; `keep_rules` keeps inner derivative rules."""
-    context = Context(graph, lambda site: False, lambda eqn: None)
+    context = Context(graph, lambda site: False, lambda eqn, index: None)
     values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
     for var, const in zip(jaxpr.constvars, consts, strict=True):
         if np.shape(const):

@@ -284,7 +284,8 @@ def reduce_sum(context: Context, eqn: Any, value: Value) -> Value:
 @rule("reduce_max", "reduce_or")
 def reduce_max(context: Context, eqn: Any, value: Value) -> Value:
     """A maximum over places that other places determine: max(piece, background)."""
-    graph, axes, name = context.graph, eqn.params["axes"], eqn.primitive.name
+    graph, axes = context.graph, eqn.params["axes"]
+    name = "reduce_or" if is_boolean(value.dtype) else "reduce_max"
     if value.is_plain:
         raise NoRule("a maximum over an array")
     if not has_unique_cells(graph, value):

@@ -33,7 +33,7 @@ class Context:
 
     graph: Graph
     is_dropless: Callable[[Any], bool]
-    site_of: Callable[[Any], Any]
+    site_of: Callable[[Any, Idx], Any]
     on_rank: Callable[[Graph, Any, Any], None] = lambda graph, rank, site: None
 
     def count(
@@ -47,7 +47,7 @@ class Context:
         eqn: Any,
     ) -> Factor:
         """A queue count that an equation of the program makes."""
-        site = self.site_of(eqn)
+        site = self.site_of(eqn, index)
         factor = self.graph.rank(index, batch, order, many, guards, dtype, site)
         self.on_rank(self.graph, factor.node, site)
         return factor
