@@ -534,10 +534,25 @@ class Recovery:
         if step.name == "sort":
             if iota_axis(value) == step.eqn.params["dimension"]:
                 self.graph.distinct[node] = step.eqn.params["dimension"]
+                self._note_inverse(step, node)
             return
         fact, axes = distinct_of(self.graph, value.factor), value.pieces[0].axes
         if fact is not None and fact.along in axes:
             self.graph.distinct[node] = axes.index(fact.along)
+
+    def _note_inverse(self, step: Step, node: Node) -> None:
+        """The order that sorts a permutation is its inverse."""
+        keys, axis = step.inputs[0].value, step.eqn.params["dimension"]
+        if (
+            step.eqn.params["num_keys"] != 1
+            or keys is None
+            or not keys.is_plain
+            or keys.factor.args != keys.pieces[0].axes
+        ):
+            return
+        other = keys.factor.node
+        if self.graph.distinct.get(other) == axis and self.graph.bounds.get(other) == other.shape[axis]:
+            node.inverse, other.inverse = (other, axis), (node, axis)
 
     def _seal(self, wire: Wire, definition: Value | None) -> None:
         wire.definition = definition
@@ -591,7 +606,9 @@ def _picks_choices(step: Step) -> bool:
 
 
 def _picks_experts(step: Step) -> bool:
-    """Whether an equation takes matrices or the work of experts by index, or puts them back."""
+    """Whether an equation takes matrices or the work of experts by index, or puts them back, or permutes choices."""
+    if step.name == "gather" and is_integer(step.inputs[0].dtype):
+        return True
     return (
         step.name in ("gather", "scatter-add") and is_floating(step.inputs[0].dtype) and len(step.inputs[0].shape) > 2
     )

@@ -42,7 +42,7 @@ _ordinals = itertools.count()
 class Node:
     """An array defined in index notation.  Compared by identity: `Graph` makes equal definitions one object."""
 
-    __slots__ = ("__weakref__", "dtype", "ordinal", "origin", "shape", "wire_taint")
+    __slots__ = ("__weakref__", "dtype", "inverse", "ordinal", "origin", "shape", "wire_taint")
 
     kind = "node"
 
@@ -51,6 +51,8 @@ class Node:
         self.shape = tuple(shape)
         self.dtype = dtype
         self.origin: Any = None
+        # (node, axis) of the permutation along an axis that undoes this one
+        self.inverse: tuple[Node, int] | None = None
 
     def __repr__(self) -> str:
         return f"{self.kind}{self.ordinal}"

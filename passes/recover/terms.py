@@ -197,7 +197,21 @@ def substitute(term: Term, mapping: Substitution) -> Term:
         return term
     if isinstance(term, Flat):
         return flatten(substitute(p, mapping) for p in term.parts)
-    return Idx(term.node, substitute_all(term.args, mapping), term.size)
+    args = substitute_all(term.args, mapping)
+    undone = _undone(term.node, args)
+    return Idx(term.node, args, term.size) if undone is None else undone
+
+
+def _undone(node: Node, args: tuple[Term, ...]) -> Term | None:
+    """What a permutation gives of an index that its inverse gives: the place that the inverse is read at."""
+    if node.inverse is None:
+        return None
+    other, axis = node.inverse
+    place = args[axis]
+    if not isinstance(place, Idx) or place.node is not other:
+        return None
+    rest = [i for i in range(len(args)) if i != axis]
+    return place.args[axis] if all(args[i] == place.args[i] for i in rest) else None
 
 
 def substitute_all(terms: Iterable[Term], mapping: Substitution) -> tuple[Term, ...]:

@@ -347,14 +347,23 @@ def _discharge(
     if _discharge_rank(graph, a, b, equal, held, solved):
         equal.discard(pair)
         return True
+    return _are_equal_choices(graph, a, b, solved)
+
+
+def _are_equal_choices(graph: Graph, a: Idx, b: Idx, solved: dict[Var, Term]) -> bool:
+    """Whether two indices that are equal must be read at the same place, which is then made one."""
     da, db = distinct_of(graph, a.factor), distinct_of(graph, b.factor)
-    if da and db and da.node is db.node and len(da.rest) == len(db.rest):
-        if all(same_term(graph, x, y) for x, y in zip(da.rest, db.rest, strict=True)):
-            extra: set[tuple[Idx, Term]] = set()
-            unify(da.along, db.along, solved, extra)
-            if not extra:
-                return True
-    return False
+    if da is None or db is None or da.node is not db.node or len(da.rest) != len(db.rest):
+        return False
+    rest = zip(da.rest, db.rest, strict=True)
+    if not all(same_term(graph, resolve(x, solved), resolve(y, solved)) for x, y in rest):
+        return False
+    trial: dict[Var, Term] = dict(solved)
+    extra: set[tuple[Idx, Term]] = set()
+    unify(da.along, db.along, trial, extra)
+    if not extra:
+        solved.update(trial)
+    return not extra
 
 
 def _below_limit(graph: Graph, a: Idx, b: Idx, held: frozenset[Factor]) -> tuple[Idx, Idx] | None:
@@ -402,7 +411,7 @@ def _discharge_rank(
         trial = dict(solved)
         for x, y in zip(ra.order, rb.order, strict=True):
             unify(x, y, trial, extra)
-        if extra:
+        if not all(isinstance(y, Idx) and _are_equal_choices(graph, x, y, trial) for x, y in extra):
             return False
         solved.update(trial)
         return True

@@ -105,8 +105,8 @@ class DefinitionEmitter(Emitter):
         flat = counts.reshape(*(v.size for v in node.batch), -1, node.index.size)
         return lax.cumsum(flat, axis=batch).reshape(node.shape)
 
-    def _own_rank(self, factor: Factor) -> tuple[Any, tuple[Var, ...]] | None:
-        """Positions in the own queue, from the plan instead of a table over experts; over the rank's variables."""
+    def _own_rank(self, factor: Factor) -> tuple[Any, list[Term]] | None:
+        """Positions in the own queue, from the plan instead of a table over experts, and where they are read."""
         node = factor.node
         if not isinstance(node, Rank):
             return None
@@ -116,12 +116,12 @@ class DefinitionEmitter(Emitter):
         variables = node.batch + node.order + node.many
         target = [fact.own_index.args[node.index.args.index(v)] if v in node.index.args else None for v in node.many]  # type: ignore[union-attr]
         args = (*factor.args[:-1], *target)
-        if not all(isinstance(a, Var) for a in args) or len(set(args)) != len(args):
+        if any(a is None for a in args):
             return None
         key = ("own", node)
         if key not in self.rows:
             self.rows[key] = self._queue_positions(node, variables)
-        return self.rows[key], tuple(args)  # type: ignore[arg-type]
+        return self.rows[key], list(args)  # type: ignore[arg-type]
 
     def _queue_positions(self, node: Rank, variables: tuple[Var, ...]) -> Any:
         sizes = [v.size for v in variables]
@@ -146,7 +146,7 @@ class DefinitionEmitter(Emitter):
             return np.asarray(factor.node.value).reshape([1] * len(variables))
         own = self._own_rank(factor)
         if own is not None:
-            return arranged(own[0], own[1], variables)
+            return self._read(own[0], own[1], variables)
         pushed = self._pushed(factor)
         if pushed is not None:
             return self.fetch(pushed, variables)

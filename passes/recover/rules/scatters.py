@@ -24,7 +24,7 @@ from moe_xla.passes.recover.nodes import (
 from moe_xla.passes.recover.rules.contractions import contract
 from moe_xla.passes.recover.rules.structure import entry
 from moe_xla.passes.recover.rules.table import Context, rule
-from moe_xla.passes.recover.terms import UNIT, Const, Factor, Idx, Term, Var, flatten, fresh_axis
+from moe_xla.passes.recover.terms import UNIT, Const, Factor, Idx, Term, Var, flatten, fresh_axis, parts_of, vars_of
 from moe_xla.passes.recover.values import (
     NoRule,
     Piece,
@@ -135,14 +135,57 @@ def _taken_apart(graph: Graph, piece: Piece) -> Piece:
 
 @rule("gather")
 def gather(context: Context, eqn: Any, operand: Value, indices: Value) -> Value:
+    graph = context.graph
+    try:
+        read = _along_axis(context, eqn, operand, indices)
+    except NoRule:
+        read = None
+    if read is not None and (not operand.is_plain or not is_floating(operand.dtype)):
+        return read
     if not operand.is_plain:
         return _rows_at(context, eqn, operand, indices)
-    if not is_floating(operand.dtype) or depends_on_rank(context.graph, operand.factor.node):
+    if not is_floating(operand.dtype) or depends_on_rank(graph, operand.factor.node):
         return _position_at(context, eqn, operand, indices)
     chosen = _rows_at(context, eqn, operand, indices)
-    if not chosen.is_plain or not _is_work_of_experts(context.graph, chosen.factor):
+    if not chosen.is_plain or not _is_work_of_experts(graph, chosen.factor):
         raise NoRule("a gather of something else than the work or the matrices of experts")
     return chosen
+
+
+def _along_axis(context: Context, eqn: Any, operand: Value, indices: Value) -> Value:
+    """What stands along one axis, in the order that an index gives: the axis is read at the index."""
+    numbers, shape, sizes = eqn.params["dimension_numbers"], operand.shape, eqn.params["slice_sizes"]
+    if has_slots(context.graph, operand) or len(numbers.start_index_map) != 1:
+        raise NoRule("a gather along several axes")
+    (axis,) = numbers.start_index_map
+    whole = [d for d in range(len(shape)) if d != axis and d not in numbers.operand_batching_dims]
+    if numbers.collapsed_slice_dims != (axis,) or any(sizes[d] != shape[d] for d in whole):
+        raise NoRule("a gather of slices")
+    (column,) = _columns(context, indices)
+    out = eqn.outvars[0].aval.shape
+
+    def change(piece: Piece) -> Piece:
+        return _read_along(context.graph, numbers, piece.renamed(), column.renamed(), shape[axis], len(out))
+
+    result = operand.map_pieces(out, change)
+    return normalised(context.graph, result)
+
+
+def _read_along(graph: Graph, numbers: Any, piece: Piece, column: Piece, size: int, rank: int) -> Piece:
+    (axis,) = numbers.start_index_map
+    batched = list(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    solved, rest = align(graph, [piece, column], [[(0, a), (1, b)] for a, b in batched])
+    piece, column = piece.substitute(solved), column.substitute(solved)
+    place, others = piece.axes[axis], [a for i, a in enumerate(piece.axes) if i != axis]
+    index = unconverted(materialised(graph, column, np.dtype(np.int32)))
+    bound = bound_of(graph, index)
+    if rest or bound is None or bound > size:
+        raise NoRule("a gather whose index is not proved in range")
+    if not isinstance(place, Var) or place in vars_of([p for a in others for p in parts_of(a) if isinstance(p, Var)]):
+        raise NoRule("a gather along an axis that has structure")
+    kept, free = iter(a for i, a in enumerate(piece.axes) if i != axis and i not in dict(batched)), iter(column.axes)
+    axes = [next(kept) if i in numbers.offset_dims else next(free) for i in range(rank)]
+    return piece.replace(axes=tuple(axes)).substitute({place: Idx(index.node, index.args, size)})
 
 
 def _is_work_of_experts(graph: Graph, factor: Factor) -> bool:
