@@ -29,12 +29,12 @@ from moe_xla.passes.recover.loads import is_use_of_capacity, numbers_of_layers
 from moe_xla.passes.recover.lower import Lowering, Refusal
 from moe_xla.passes.recover.nodes import is_floating
 from moe_xla.passes.recover.session import Session
-from moe_xla.passes.recover.terms import Var, key_of, term_vars
+from moe_xla.passes.recover.terms import Const, key_of, term_vars
 from moe_xla.passes.recover.values import NoRule
 from moe_xla.passes.roll import may_hold_loops, rolled
 from moe_xla.passes.site import KEPT, REWRITTEN, Site
 
-PATTERNS = ("einsum_dispatch", "scatter_dispatch", "dense_experts", "weight_gather", "expert_loop")
+PATTERNS = ("einsum_dispatch", "scatter_dispatch", "sort_dispatch", "dense_experts", "weight_gather", "expert_loop")
 # Loops over experts are rolled into programs with an axis of experts first.
 _ROLLED_INTO = frozenset({"dense_experts", "weight_gather"})
 SEMANTICS = ("dropless", "exact")
@@ -307,7 +307,7 @@ def _layer(session: Session, members: list[Any]) -> _Layer:
     wires = [w for w in session.layer_wires if w.layers & set(members)]
     return _Layer(
         key=tuple(members),
-        pattern=_pattern(wires),
+        pattern="sort_dispatch" if session.sorted & set(members) else _pattern(wires),
         source=describe(session.sources[members[0]]),
         assignments=sum({n.site: assignments_of(n) for _, n in ranks if n.site not in session.recomputed}.values())
         + sum(c.assignments for c in choices),
@@ -344,7 +344,7 @@ def _choices(session: Session, members: Sequence[Any]) -> list[_Choice]:
 
 def _choice(graph: Any, index: Any) -> _Choice:
     fact = distinct_of(graph, index.factor)
-    choices = fact.along.size if fact is not None and isinstance(fact.along, Var) else 1
+    choices = fact.along.size if fact is not None and not isinstance(fact.along, Const) else 1
     return _Choice(math.prod(v.size for v in term_vars(index)), choices, index.size)
 
 

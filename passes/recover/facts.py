@@ -8,18 +8,22 @@ In: a graph and factors.  Out: facts, or None where nothing is proved.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from moe_xla.passes.recover.nodes import (
     Ein,
+    Ends,
     Graph,
     Iota,
     Leaf,
     Map,
     Node,
+    Pad,
     Rank,
+    Slice,
     is_boolean,
     is_extended,
     is_floating,
@@ -188,6 +192,70 @@ def _own_index(rank: Rank, mapping: Substitution, expert: Term) -> Term:
     return substitute(rank.index, {**mapping, **chosen})
 
 
+def offset_of(factor: Factor) -> tuple[Ein, Term] | None:
+    """(count, expert) of a factor that says where an expert's assignments begin, in an order by expert."""
+    ends = factor.node
+    if isinstance(ends, Pad) and (ends.low, ends.high) == (1, 0) and isinstance(ends.base, Slice):
+        axis, base = ends.axis, ends.base
+        whole = base.axis == axis and (base.start, base.stop) == (0, ends.shape[axis] - 1)
+        if whole and isinstance(base.base, Ends) and base.base.axis == axis and isinstance(base.base.count, Ein):
+            return base.base.count, factor.args[axis]
+    return None
+
+
+def sorted_rank(graph: Graph, factor: Factor) -> tuple[Ein, Idx, Var, float] | None:
+    """(count, expert, a, constant) where a factor is `a − (first place of a's expert) + constant`.
+
+    It says nothing of the order: that `a` counts the places of one that is sorted by that expert is for the caller.
+    """
+    form = linear_form(graph, factor)
+    places = [(f, c) for f, c in form.atoms if isinstance(f.node, Iota)]
+    others = {f: c for f, c in form.atoms if not isinstance(f.node, Iota)}
+    if len(places) != 1 or places[0][1] != 1 or not isinstance(places[0][0].args[0], Var):
+        return None
+    found = _start_in({f: -c for f, c in others.items()})
+    if found is None or not isinstance(found[1], Idx):
+        return None
+    return found[0], found[1], places[0][0].args[0], form.constant
+
+
+def _start_in(atoms: dict[Factor, float]) -> tuple[Ein, Term] | None:
+    """(count, expert) where atoms add up to the first place of the expert's assignments in an order by expert."""
+    if len(atoms) == 1:
+        ((start, coefficient),) = atoms.items()
+        return offset_of(start) if coefficient == 1 else None
+    for end, count in itertools.permutations(atoms, 2):
+        ends = end.node
+        if isinstance(ends, Ends) and ends.count is count.node and end.args == count.args and len(atoms) == 2:
+            if (atoms[end], atoms[count]) == (1, -1) and isinstance(ends.count, Ein):
+                return ends.count, end.args[ends.axis]
+    return None
+
+
+_AT_LEAST = {"ge": (0, 1), "le": (1, 0)}
+_BELOW = {"lt": (0, 1), "gt": (1, 0)}
+
+
+def sorted_range(graph: Graph, factor: Factor) -> tuple[Ein, Var, Var] | None:
+    """(count, expert, a) where a condition says that `a` is a place of the expert's in an order by expert."""
+    tests = {c.node.name: operands_at(c) for c in conjuncts(factor) if isinstance(c.node, Map)}
+    low = next((tuple(tests[n][i] for i in where) for n, where in _AT_LEAST.items() if n in tests), None)
+    high = next((tuple(tests[n][i] for i in where) for n, where in _BELOW.items() if n in tests), None)
+    if len(conjuncts(factor)) != 2 or low is None or high is None or low[0] != high[0]:
+        return None
+    place, form, end = linear_form(graph, low[0]), linear_form(graph, low[1]), linear_form(graph, high[1])
+    start = _start_in(dict(form.atoms)) if form.constant == 0 else None
+    ((iota, one),) = place.atoms if len(place.atoms) == 1 else ((None, 0),)
+    ((last, other),) = end.atoms if len(end.atoms) == 1 else ((None, 0),)
+    if start is None or iota is None or last is None or (one, other, place.constant, end.constant) != (1, 1, 0, 0):
+        return None
+    count, expert = start
+    same_end = isinstance(last.node, Ends) and last.node.count is count and last.args == (expert,)
+    if not same_end or not isinstance(iota.node, Iota) or not isinstance(iota.args[0], Var):
+        return None
+    return (count, expert, iota.args[0]) if isinstance(expert, Var) else None
+
+
 def is_count(node: Node) -> bool:
     """Whether a node counts assignments per expert: a sum of ones scattered by an index."""
     return (
@@ -241,7 +309,7 @@ def choices_of(graph: Graph, rank: Rank) -> int:
     """How many experts a token chooses in the index that is counted: proved, or the shorter of its axes."""
     fact = distinct_of(graph, rank.index.factor)
     if fact is not None:
-        return fact.along.size if isinstance(fact.along, Var) else 1
+        return 1 if isinstance(fact.along, Const) else fact.along.size
     axes = (*rank.order, *rank.many)
     return min(v.size for v in axes) if len(axes) > 1 else 1
 
@@ -430,5 +498,7 @@ def direct_operands(node: Node) -> list[Factor]:
         return [*node.factors, *node.guards, *indices]
     if isinstance(node, Rank):
         return [node.index.factor, *node.guards]
+    if isinstance(node, Ends):
+        return [Factor(node.count, node.variables)]
     base = getattr(node, "base", None)
     return [Factor(base, base.variables)] if base is not None else []

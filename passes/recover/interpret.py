@@ -46,7 +46,7 @@ from moe_xla.passes.recover.program import Step, Wire
 from moe_xla.passes.recover.rules import TABLE, Context
 from moe_xla.passes.recover.rules.elementwise import NAMES as ELEMENTWISE
 from moe_xla.passes.recover.rules.elementwise import apply, iota_axis
-from moe_xla.passes.recover.rules.ranks import queue_counts
+from moe_xla.passes.recover.rules.ranks import queue_counts, sorted_mask, sorted_position
 from moe_xla.passes.recover.scopes import CHECKPOINTS, SCANS, Entrance, Exit, Scope
 from moe_xla.passes.recover.session import Path, Session
 from moe_xla.passes.recover.terms import Factor, Idx, IndexKey, Var, has_idx, key_of, parts_of
@@ -146,8 +146,8 @@ class Recovery:
 
     def _decide(self, graph: Graph, name: str, factor: Factor, bound: float) -> bool | None:
         """Comparisons of a queue position with a literal: what is proved, and in dropless the capacity tests."""
-        if name in ("lt", "ge") and bound <= 0 and is_nonnegative(graph, factor):
-            return name == "ge"
+        if name in ("lt", "ge", "max") and bound <= 0 and is_nonnegative(graph, factor):
+            return name != "lt"
         fact = rank_of(graph, factor)
         if fact is None:
             return None
@@ -248,9 +248,10 @@ class Recovery:
         return list(step.outputs)
 
     def _is_telling(self, body: Any, inputs: Sequence[Wire]) -> bool:
-        """Whether an inner function may hold part of a layer, or makes a constant that one may need to know."""
+        """Whether an inner function may hold part of a layer, or makes an index or a constant that one may need."""
         is_constant = all(w.value is not None and literal_of(w.value) is not None for w in inputs)
-        return is_constant or _may_route(body) or not all(is_boring(w.value) for w in inputs)
+        is_index = bool(inputs) and all(is_integer(w.dtype) for w in inputs)
+        return is_constant or is_index or _may_route(body) or not all(is_boring(w.value) for w in inputs)
 
     def _number(self, eqn: Any, inputs: Sequence[Wire]) -> int:
         """The number of an equation: the same for the same operation on the same arrays."""
@@ -333,7 +334,7 @@ class Recovery:
         self._folded, self._step = False, step
         tainted = frozenset().union(*(w.tainted for w in step.inputs)) if step.inputs else frozenset()
         values = self._rule_values(step)
-        counted = self._spelled_count(step)
+        counted = self._spelled_count(step) or self._sorted_count(step, values)
         if counted is not None:
             values = [counted]
         if values is not None and not self._note_experts(step, values):
@@ -446,6 +447,21 @@ class Recovery:
             return None
         return counts
 
+    def _sorted_count(self, step: Step, values: Sequence[Value] | None) -> Value | None:
+        """A queue position that the program makes of a place in an order by expert, or the mask of such places."""
+        if values is not None and step.name == "and":
+            return sorted_mask(self.context, values[0])
+        if step.name not in ("add", "sub") or values is None or not is_integer(values[0].dtype):
+            return None
+        try:
+            position = sorted_position(self.context, step.eqn, values[0])
+            if position is not None:
+                self.session.sorted.add(self._path)
+            return position
+        except NoRule as error:
+            step.refusal = str(error)
+            return None
+
     def _ranges(self, wire: Wire, axis: int) -> prefix.Ranges | None:
         """What a wire sums of one mask along `axis` (-1: whether it is a zero)."""
         value = wire.value
@@ -534,21 +550,19 @@ class Recovery:
         if step.name == "sort":
             if iota_axis(value) == step.eqn.params["dimension"]:
                 self.graph.distinct[node] = step.eqn.params["dimension"]
-                self._note_inverse(step, node)
+                self._note_order(step, node)
             return
         fact, axes = distinct_of(self.graph, value.factor), value.pieces[0].axes
         if fact is not None and fact.along in axes:
             self.graph.distinct[node] = axes.index(fact.along)
 
-    def _note_inverse(self, step: Step, node: Node) -> None:
-        """The order that sorts a permutation is its inverse."""
+    def _note_order(self, step: Step, node: Node) -> None:
+        """What an order sorts; the order that sorts a permutation is its inverse."""
         keys, axis = step.inputs[0].value, step.eqn.params["dimension"]
-        if (
-            step.eqn.params["num_keys"] != 1
-            or keys is None
-            or not keys.is_plain
-            or keys.factor.args != keys.pieces[0].axes
-        ):
+        if step.eqn.params["num_keys"] != 1 or keys is None or not keys.is_plain:
+            return
+        self.graph.orders[node] = keys, axis
+        if keys.factor.args != keys.pieces[0].axes:
             return
         other = keys.factor.node
         if self.graph.distinct.get(other) == axis and self.graph.bounds.get(other) == other.shape[axis]:
@@ -607,7 +621,7 @@ def _picks_choices(step: Step) -> bool:
 
 def _picks_experts(step: Step) -> bool:
     """Whether an equation takes matrices or the work of experts by index, or puts them back, or permutes choices."""
-    if step.name == "gather" and is_integer(step.inputs[0].dtype):
+    if step.name in ("gather", "scatter-add") and is_integer(step.inputs[0].dtype):
         return True
     return (
         step.name in ("gather", "scatter-add") and is_floating(step.inputs[0].dtype) and len(step.inputs[0].shape) > 2

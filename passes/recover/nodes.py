@@ -200,6 +200,18 @@ class Rank(Node):
         return dict(zip(self.batch + self.order, args[:-1], strict=True))
 
 
+class Ends(Node):
+    """Where each expert's assignments end when all are sorted by expert: the sums of `count` along `axis`."""
+
+    __slots__ = ("axis", "count")
+    kind = "ends"
+
+    def __init__(self, count: Node, axis: int):
+        super().__init__(count.shape, count.dtype)
+        self.count = count
+        self.axis = axis
+
+
 class Slice(Node):
     """`base` restricted to `[start, stop)` along one axis."""
 
@@ -370,6 +382,8 @@ class Graph:
         self.memo: dict[Any, Any] = {}
         self.bounds: dict[Node, int] = {}
         self.distinct: dict[Node, int] = {}
+        # What an order sorts, along which axis.
+        self.orders: dict[Node, tuple[Any, int]] = {}
         self._compare_hook = compare_hook
 
     def release(self) -> None:
@@ -378,7 +392,7 @@ class Graph:
             node.origin = None
             if isinstance(node, Leaf):
                 node.wire = None
-        for known in (self._table, self.memo, self.bounds, self.distinct):
+        for known in (self._table, self.memo, self.bounds, self.distinct, self.orders):
             known.clear()
 
     def _cons(self, key: Any, make: Callable[[], Node]) -> Node:
@@ -401,6 +415,9 @@ class Graph:
 
     def iota(self, size: int, dtype: Any) -> Node:
         return self._cons(("iota", size, str(np.dtype(dtype))), lambda: Iota((size,), np.dtype(dtype)))
+
+    def ends(self, count: Node, axis: int) -> Node:
+        return self._cons(("ends", count, axis), lambda: Ends(count, axis))
 
     def slice(self, base: Node, axis: int, start: int, stop: int) -> Node:
         if (start, stop) == (0, base.shape[axis]):

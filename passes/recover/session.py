@@ -28,7 +28,8 @@ class Session:
     `enters` whether bodies of scans and checkpoints are walked too.
 
     `choices` names the site of each array that chooses experts, `unwanted` those arrays whose queue is left as it is
-    written; `chosen` has the indices of a site without queues, `contractions` the sites of contractions.
+    written; `sorted` are the sites whose positions come out of a sort by expert; `chosen` has the indices of a site
+    without queues, `contractions` the sites of contractions.
     """
 
     modes: dict[Path, str]
@@ -41,6 +42,7 @@ class Session:
     literal_uses: list[Any] = dataclasses.field(default_factory=list)
     layer_wires: list[Any] = dataclasses.field(default_factory=list)
     ranks: list[Any] = dataclasses.field(default_factory=list)
+    sorted: set[Path] = dataclasses.field(default_factory=set)
     unwanted: set[int] = dataclasses.field(default_factory=set)
     contractions: list[Any] = dataclasses.field(default_factory=list)
     choices: dict[int, Path] = dataclasses.field(default_factory=dict)

@@ -20,6 +20,7 @@ from moe_xla.passes.recover.lower.base import (
 )
 from moe_xla.passes.recover.nodes import (
     Ein,
+    Ends,
     Iota,
     Leaf,
     Lit,
@@ -63,6 +64,8 @@ class DefinitionEmitter(Emitter):
             return lax.iota(node.dtype, node.shape[0])
         if isinstance(node, Rank):
             return self._rank_table(node)
+        if isinstance(node, Ends):
+            return lax.cumsum(jnp.asarray(self.node(node.count)), axis=node.axis)
         layout = self.layout(node)
         if layout is not None:
             return self.unsorted(node, layout)

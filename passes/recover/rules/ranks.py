@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.extend.core.primitives as prims
+
+from moe_xla.passes.recover.facts import is_count, sorted_range, sorted_rank
+from moe_xla.passes.recover.nodes import Ein, Graph, Node, represents_exactly
+from moe_xla.passes.recover.rules.structure import read_along
 from moe_xla.passes.recover.rules.table import Context, rule
 from moe_xla.passes.recover.terms import Factor, Idx, Var, fresh, has_idx, parts_of, term_vars, vars_of
-from moe_xla.passes.recover.values import NoRule, Value, in_range, masks_to_guards, plain
+from moe_xla.passes.recover.values import NoRule, Piece, Value, in_range, masks_to_guards, plain, unconverted
 
 
 @rule("cumsum")
 def cumsum(context: Context, eqn: Any, value: Value) -> Value:
     if eqn.params["reverse"]:
         raise NoRule("a cumulative sum from the end")
+    if value.is_plain and is_count(value.factor.node) and value.factor.args == value.pieces[0].axes:
+        node, axis = value.factor.node, eqn.params["axis"]
+        if isinstance(node, Ein) and isinstance(node.out[axis], Idx):
+            return plain(value.shape, value.factor.args, Factor(context.graph.ends(node, axis), value.factor.args))
     return queue_counts(context, value, eqn.params["axis"], site=eqn)
 
 
@@ -42,6 +51,58 @@ def queue_counts(context: Context, value: Value, axis: int, site: Any) -> Value:
     expert = fresh(index.size)
     axes = tuple(expert if i == experts[0] else a for i, a in enumerate(piece.axes))
     return plain(value.shape, axes, Factor(counts.node, (*counts.args, expert)))
+
+
+def sorted_position(context: Context, eqn: Any, value: Value) -> Value | None:
+    """A position in an order by expert, less where the expert's assignments begin, as the queue count that it is."""
+    graph = context.graph
+    found = sorted_rank(graph, value.factor) if value.is_plain else None
+    if found is None or not represents_exactly(value.dtype, value.shape[-1]):
+        return None
+    count, expert, place, constant = found
+    if not any(_is_sorted(graph, order, count, expert, place) for order in graph.orders):
+        return None
+    counts = context.count(expert, (), (place,), (), (), value.dtype, eqn)
+    rank = Factor(counts.node, (place, expert))
+    shift = graph.lit(constant - 1, value.dtype)
+    position = graph.map(prims.add_p, {}, [rank, shift], value.dtype)
+    return plain(value.shape, value.pieces[0].axes, position)
+
+
+def sorted_mask(context: Context, value: Value) -> Value | None:
+    """The mask of each expert's places in an order by expert, as ones at the expert of each place."""
+    graph = context.graph
+    found = sorted_range(graph, value.factor) if value.is_plain else None
+    if found is None:
+        return None
+    count, expert, place = found
+    axes = value.pieces[0].axes
+    for order in graph.orders:
+        there = _sorted_expert(graph, order, count, place)
+        if there is not None and set(axes) == {expert, place}:
+            chosen = Idx(there.node, there.args, expert.size)
+            return Value(value.shape, value.dtype, (Piece(tuple(chosen if a == expert else a for a in axes)),))
+    return None
+
+
+def _is_sorted(graph: Graph, order: Node, count: Ein, expert: Idx, place: Var) -> bool:
+    """Whether `expert` at `place` is what is counted by `count`, all of it, in the order that sorts it."""
+    there = _sorted_expert(graph, order, count, place)
+    return there is not None and there == unconverted(expert.factor)
+
+
+def _sorted_expert(graph: Graph, order: Node, count: Ein, place: Var) -> Factor | None:
+    """The expert at a place of an order, if the order sorts exactly what `count` counts."""
+    key, axis = graph.orders[order]
+    counted = [t for t in count.out if isinstance(t, Idx)]
+    if order.shape != (place.size,) or count.guards or len(counted) != 1 or len(count.out) != 1:
+        return None
+    every, whole = unconverted(counted[0].factor), unconverted(key.factor)
+    if every.node is not whole.node or set(count.binders) != set(every.args) or len(set(every.args)) != len(every.args):
+        return None
+    if set(whole.args) != set(term_vars(key.pieces[0].axes[axis])) or len(set(whole.args)) != len(whole.args):
+        return None
+    return unconverted(read_along(graph, key.pieces[0], axis, Idx(order, (place,), place.size)).factors[0])
 
 
 @rule("argmax")

@@ -22,9 +22,9 @@ from moe_xla.passes.recover.nodes import (
     operands_at,
 )
 from moe_xla.passes.recover.rules.contractions import contract
-from moe_xla.passes.recover.rules.structure import entry
+from moe_xla.passes.recover.rules.structure import entry, read_along
 from moe_xla.passes.recover.rules.table import Context, rule
-from moe_xla.passes.recover.terms import UNIT, Const, Factor, Idx, Term, Var, flatten, fresh_axis, parts_of, vars_of
+from moe_xla.passes.recover.terms import UNIT, Const, Factor, Idx, Term, Var, flatten, fresh_axis
 from moe_xla.passes.recover.values import (
     NoRule,
     Piece,
@@ -176,16 +176,14 @@ def _read_along(graph: Graph, numbers: Any, piece: Piece, column: Piece, size: i
     batched = list(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
     solved, rest = align(graph, [piece, column], [[(0, a), (1, b)] for a, b in batched])
     piece, column = piece.substitute(solved), column.substitute(solved)
-    place, others = piece.axes[axis], [a for i, a in enumerate(piece.axes) if i != axis]
     index = unconverted(materialised(graph, column, np.dtype(np.int32)))
     bound = bound_of(graph, index)
     if rest or bound is None or bound > size:
         raise NoRule("a gather whose index is not proved in range")
-    if not isinstance(place, Var) or place in vars_of([p for a in others for p in parts_of(a) if isinstance(p, Var)]):
-        raise NoRule("a gather along an axis that has structure")
-    kept, free = iter(a for i, a in enumerate(piece.axes) if i != axis and i not in dict(batched)), iter(column.axes)
+    taken = read_along(graph, piece, axis, Idx(index.node, index.args, size))
+    kept, free = iter(a for i, a in enumerate(taken.axes) if i != axis and i not in dict(batched)), iter(column.axes)
     axes = [next(kept) if i in numbers.offset_dims else next(free) for i in range(rank)]
-    return piece.replace(axes=tuple(axes)).substitute({place: Idx(index.node, index.args, size)})
+    return taken.replace(axes=tuple(axes))
 
 
 def _is_work_of_experts(graph: Graph, factor: Factor) -> bool:

@@ -11,7 +11,7 @@ import jax.extend.core.primitives as prims
 import numpy as np
 
 from moe_xla.passes.recover.facts import depends_on_rank
-from moe_xla.passes.recover.nodes import Graph, is_floating, is_integer
+from moe_xla.passes.recover.nodes import Ends, Graph, Slice, is_floating, is_integer
 from moe_xla.passes.recover.rules.elementwise import apply
 from moe_xla.passes.recover.rules.table import Context, rule
 from moe_xla.passes.recover.terms import (
@@ -144,6 +144,25 @@ def _split(
     quotient = graph.map(prims.div_p, {}, [part.factor, divisor], part.node.dtype)
     rest = graph.map(prims.rem_p, {}, [part.factor, divisor], part.node.dtype)
     return [Idx(quotient.node, quotient.args, high), Idx(rest.node, rest.args, low)]
+
+
+def read_along(graph: Graph, piece: Piece, axis: int, index: Idx) -> Piece:
+    """A piece with what stands on one of its axes read at an index; that axis itself is then whatever it was."""
+    place, others = piece.axes[axis], [a for i, a in enumerate(piece.axes) if i != axis]
+    parts = parts_of(place)
+    pinned = {p for a in others for p in parts_of(a)}
+    if not parts or not all(isinstance(p, Var) and p not in pinned for p in parts) or len(set(parts)) != len(parts):
+        raise NoRule("a gather along an axis that has structure")
+    mapping: dict[Var, Term] = {}
+    rest: Term = index
+    for k, part in enumerate(parts):
+        assert isinstance(part, Var)
+        if k == len(parts) - 1:
+            mapping[part] = rest
+        else:
+            high, rest = _split(graph, rest, part.size, rest.size % part.size, {}, frozenset())
+            mapping[part] = high
+    return piece.substitute(mapping)
 
 
 @rule("slice")
@@ -344,9 +363,15 @@ def _are_positions(context: Context, values: Sequence[Value]) -> bool:
 
 def _check_parts(context: Context, values: Sequence[Value]) -> None:
     """Ordinary arrays stay one array, unless they are queue positions; nothing may have a background."""
-    ordinary = all(v.is_plain for v in values) and not _are_positions(context, values)
+    ordinary = all(v.is_plain for v in values) and not _are_positions(context, values) and not _are_offsets(values)
     if ordinary or any(v.background is not None for v in values):
         raise NoRule("arrays put side by side")
+
+
+def _are_offsets(values: Sequence[Value]) -> bool:
+    """Whether a zero stands in front of the places where experts' assignments end."""
+    node = values[1].factor.node if len(values) == 2 and values[1].is_plain else None
+    return _is_zero(values[0]) and isinstance(node, Slice) and isinstance(node.base, Ends)
 
 
 def _is_zero(value: Value) -> bool:

@@ -1,0 +1,120 @@
+"""Layers whose queues are not in the order of the tokens: sorted by expert, or by priority."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from . import composed
+from .form import EXPERTS, MODEL, TOKENS, form
+from .layers import dense_of
+
+CHOICES = 2
+
+
+def _bincount(expert):
+    return jnp.bincount(expert, length=EXPERTS)
+
+
+def _one_hots(expert):
+    return jax.nn.one_hot(expert, EXPERTS, dtype=jnp.int32).sum(0)
+
+
+def _segments(expert):
+    return jax.ops.segment_sum(jnp.ones_like(expert), expert, num_segments=EXPERTS)
+
+
+def _added(expert):
+    return jnp.zeros(EXPERTS, jnp.int32).at[expert].add(1)
+
+
+def _starts(counts):
+    return jnp.cumsum(counts) - counts
+
+
+def _shifted(counts):
+    return jnp.concatenate([jnp.zeros(1, counts.dtype), jnp.cumsum(counts)[:-1]])
+
+
+def sort_by_expert(params, x, capacity, *, counts, starts, clamps=False):
+    """Assignments sorted by expert; a slot is the place in that order, less where the expert's begin."""
+    gate, index, _ = composed.softmax_normalised(params, x, CHOICES)
+    expert = index.reshape(-1)
+    order = jnp.argsort(expert, stable=True)
+    expert, token, gate = expert[order], order // CHOICES, gate.reshape(-1)[order]
+    slot = jnp.arange(expert.size) - starts(counts(index.reshape(-1)))[expert]
+    keep, empty = slot < capacity, jnp.zeros((EXPERTS, capacity, MODEL), x.dtype)
+    if clamps:
+        slot = jnp.where(keep, slot, 0)
+        buffer = empty.at[expert, slot].add(jnp.where(keep[:, None], x[token], 0))
+        rows = jnp.where(keep[:, None], composed.biased(params, buffer)[expert, slot], 0)
+    else:
+        buffer = empty.at[expert, slot].set(x[token], mode="drop")
+        rows = composed.biased(params, buffer).at[expert, slot].get(mode="fill", fill_value=0)
+    return jax.ops.segment_sum(rows * gate[:, None], token, num_segments=len(x)), {}
+
+
+SORTED = {
+    "bincount": {"counts": _bincount, "starts": _starts},
+    "one_hots": {"counts": _one_hots, "starts": _shifted},
+    "segments": {"counts": _segments, "starts": _starts, "clamps": True},
+    "added": {"counts": _added, "starts": _shifted},
+}
+
+for _name, _parts in SORTED.items():
+    form(
+        f"sort_{_name}",
+        "slots from a sort by expert",
+        choices=CHOICES,
+        pattern="sort_dispatch",
+        dense=dense_of(composed.softmax_normalised, composed.biased, CHOICES),
+    )(functools.partial(sort_by_expert, **_parts))
+
+
+def _gathered(array, order):
+    return array[order]
+
+
+def _along_axis(array, order):
+    return jnp.take_along_axis(array, order[:, None], axis=0)
+
+
+def priority_positions(index, gate, take):
+    """Slots of tokens that queue in the order of their gates, first choices before second ones."""
+    order = jnp.argsort(-gate[:, 0])
+    queue = jax.nn.one_hot(take(index, order).T.reshape(-1), EXPERTS, dtype=jnp.int32)
+    position = ((jnp.cumsum(queue, axis=0) - 1) * queue).sum(-1).reshape(CHOICES, TOKENS).T
+    return take(position, jnp.argsort(order))
+
+
+def by_priority(params, x, capacity, *, take):
+    gate, index, _ = composed.softmax_normalised(params, x, CHOICES)
+    position = priority_positions(index, gate, take)
+    hot, slot = jax.nn.one_hot(index, EXPERTS), jax.nn.one_hot(position, capacity)
+    buffer = jnp.einsum("tke,tkc,td->ecd", hot, slot, x)
+    return jnp.einsum("tk,tke,tkc,ecd->td", gate, hot, slot, composed.gated(params, buffer)), {}
+
+
+def by_priority_scattered(params, x, capacity):
+    gate, index, _ = composed.softmax_normalised(params, x, CHOICES)
+    slot = priority_positions(index, gate, _gathered).reshape(-1)
+    expert, weight = index.reshape(-1), gate.reshape(-1) * (slot < capacity)
+    buffer = jnp.zeros((EXPERTS, capacity, MODEL), x.dtype).at[expert, slot].add(jnp.repeat(x, CHOICES, axis=0))
+    rows = composed.gated(params, buffer).at[expert, slot].get(mode="fill", fill_value=0) * weight[:, None]
+    return rows.reshape(TOKENS, CHOICES, MODEL).sum(1), {}
+
+
+for _name, _layer, _pattern in (
+    ("gathered", functools.partial(by_priority, take=_gathered), "einsum_dispatch"),
+    ("along_axis", functools.partial(by_priority, take=_along_axis), "einsum_dispatch"),
+    ("scattered", by_priority_scattered, "scatter_dispatch"),
+):
+    form(
+        f"priority_{_name}",
+        "queues in the order of the gates, and slots brought back by the inverse permutation",
+        choices=CHOICES,
+        pattern=_pattern,
+        dense=dense_of(composed.softmax_normalised, composed.gated, CHOICES),
+    )(_layer)
