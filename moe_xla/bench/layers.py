@@ -1,4 +1,4 @@
-"""The layers that the benchmark compares: three naive ones, a hand-written one, and the limit.
+"""The layers that the benchmark compares: naive ones in many forms, a hand-written one, and the limit.
 
 Each is a function `(params, x [T, d], problem) -> (y [T, d], load-balancing loss)`, written as its users write it; the
 limit takes a row for each assignment.  `Problem` holds the sizes.
@@ -110,6 +110,78 @@ def switch_layer(params: Params, x: jax.Array, problem: Problem) -> tuple[jax.Ar
     return padded_experts(params, x, dispatch, combine), balance_loss(probs, onehot)
 
 
+def scatter_layer(params: Params, x: jax.Array, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    """Top-K by scatter and gather: slots counted token by token, overflow dropped by the scatter."""
+    probs, gates, chosen = route(params, x, problem)
+    expert = chosen.reshape(-1)
+    queue = jax.nn.one_hot(expert, problem.experts, dtype=jnp.int32)
+    slot = ((jnp.cumsum(queue, axis=0) - 1) * queue).sum(axis=-1)
+    rows = jnp.repeat(x, problem.choices, axis=0)
+    return _scattered(params, rows, gates.reshape(-1), expert, slot, problem), _first_choice_loss(probs, chosen)
+
+
+def sort_layer(params: Params, x: jax.Array, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    """Top-K with slots from a stable sort by expert, scattered and gathered in that order."""
+    probs, gates, chosen = route(params, x, problem)
+    order = jnp.argsort(chosen.reshape(-1), stable=True)
+    counts = jnp.bincount(chosen.reshape(-1), length=problem.experts)
+    expert, token = chosen.reshape(-1)[order], order // problem.choices
+    slot = jnp.arange(order.size) - (jnp.cumsum(counts) - counts)[expert]
+    y = _scattered(params, x[token], gates.reshape(-1)[order], expert, slot, problem, token)
+    return y, _first_choice_loss(probs, chosen)
+
+
+def _scattered(
+    params: Params,
+    rows: jax.Array,
+    gates: jax.Array,
+    expert: jax.Array,
+    slot: jax.Array,
+    problem: Problem,
+    token: jax.Array | None = None,
+) -> jax.Array:
+    """Experts on rows [A, d] scattered into slots; `token` says whose they are, by default K in a row."""
+    empty = jnp.zeros((problem.experts, problem.capacity, problem.model), rows.dtype)
+    buffer = empty.at[expert, slot].set(rows, mode="drop")
+    hidden = jax.nn.gelu(jnp.einsum("ecd,edf->ecf", buffer, params["up"]))
+    out = jnp.einsum("ecf,efd->ecd", hidden, params["down"])
+    rows = out.at[expert, slot].get(mode="fill", fill_value=0) * gates[:, None].astype(rows.dtype)
+    if token is None:
+        return rows.reshape(problem.tokens, problem.choices, problem.model).sum(axis=1)
+    return jax.ops.segment_sum(rows, token, num_segments=problem.tokens)
+
+
+def every_expert_layer(params: Params, x: jax.Array, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    """Top-K of every expert on every token, without a capacity."""
+    probs, gates, chosen = route(params, x, problem)
+    weights = jnp.einsum("tk,tke->te", gates, jax.nn.one_hot(chosen, problem.experts)).astype(x.dtype)
+    hidden = jax.nn.gelu(jnp.einsum("td,edf->tef", x, params["up"]))
+    out = jnp.einsum("tef,efd->ted", hidden, params["down"])
+    return jnp.einsum("ted,te->td", out, weights), _first_choice_loss(probs, chosen)
+
+
+def loop_layer(params: Params, x: jax.Array, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    """Top-K by a Python loop over experts, each on every token, without a capacity."""
+    probs, gates, chosen = route(params, x, problem)
+    y = jnp.zeros_like(x)
+    for e in range(problem.experts):
+        weight = jnp.where(chosen == e, gates, 0).sum(axis=-1).astype(x.dtype)
+        y = y + weight[:, None] * (jax.nn.gelu(x @ params["up"][e]) @ params["down"][e])
+    return y, _first_choice_loss(probs, chosen)
+
+
+def gather_layer(params: Params, x: jax.Array, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    """Top-K with the matrices of its experts gathered for every token, without a capacity."""
+    probs, gates, chosen = route(params, x, problem)
+    hidden = jax.nn.gelu(jnp.einsum("td,tkdf->tkf", x, params["up"][chosen]))
+    out = jnp.einsum("tkf,tkfd->tkd", hidden, params["down"][chosen])
+    return jnp.einsum("tkd,tk->td", out, gates.astype(x.dtype)), _first_choice_loss(probs, chosen)
+
+
+def _first_choice_loss(probs: jax.Array, chosen: jax.Array) -> jax.Array:
+    return balance_loss(probs, jax.nn.one_hot(chosen[:, 0], probs.shape[1]))
+
+
 def ragged_layer(params: Params, x: jax.Array, problem: Problem) -> tuple[jax.Array, jax.Array]:
     """The dropless layer that one writes by hand today: sort the rows by expert, `jax.lax.ragged_dot`, un-sort."""
     probs, gates, chosen = route(params, x, problem)
@@ -120,7 +192,7 @@ def ragged_layer(params: Params, x: jax.Array, problem: Problem) -> tuple[jax.Ar
     rows = jax.lax.ragged_dot(hidden, params["down"], sizes)
     by_choice = rows[jnp.argsort(order)].reshape(problem.tokens, problem.choices, problem.model)
     y = jnp.einsum("tk,tkd->td", gates.astype(x.dtype), by_choice)
-    return y, balance_loss(probs, jax.nn.one_hot(chosen[:, 0], problem.experts))
+    return y, _first_choice_loss(probs, chosen)
 
 
 def dense_layer(params: Params, rows: jax.Array, problem: Problem) -> tuple[jax.Array, jax.Array]:
@@ -129,8 +201,18 @@ def dense_layer(params: Params, rows: jax.Array, problem: Problem) -> tuple[jax.
     return jax.nn.gelu(rows @ params["up"]) @ params["down"], jnp.zeros(())
 
 
-FORMS: dict[str, Layer] = {"top_k": top_k_layer, "gshard": gshard_layer, "switch": switch_layer}
+FORMS: dict[str, Layer] = {
+    "top_k": top_k_layer,
+    "gshard": gshard_layer,
+    "switch": switch_layer,
+    "scatter": scatter_layer,
+    "sort": sort_layer,
+    "every_expert": every_expert_layer,
+    "loop": loop_layer,
+    "gather": gather_layer,
+}
 FORM_CHOICES = {"gshard": 2, "switch": 1}
+WITHOUT_CAPACITY = frozenset({"every_expert", "loop", "gather"})
 
 
 def naive_layer(params: Params, x: jax.Array, problem: Problem) -> tuple[jax.Array, jax.Array]:

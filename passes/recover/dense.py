@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from moe_xla.passes.recover.grouping import choices_in, matmul_indices
+from moe_xla.passes.recover.grouping import choices_in, matmul_indices, note_work
 from moe_xla.passes.recover.nodes import Ein, Graph, Leaf, Map, Node, is_boolean, is_map, literal, operands_at
 from moe_xla.passes.recover.program import Step, Wire
 from moe_xla.passes.recover.rules import TABLE, Context
@@ -40,12 +40,16 @@ OnRead = Callable[[Wire, frozenset[Idx]], bool]
 
 
 class DenseReader:
-    """Reads arrays over all experts at the chosen ones; `on_read` is told of each array, and may forbid it."""
+    """Reads arrays over all experts at the chosen ones; `on_read` is told of each array, and may forbid it.
 
-    def __init__(self, context: Context, on_read: OnRead):
+    `passage` may know what an array is that comes from another scan.
+    """
+
+    def __init__(self, context: Context, on_read: OnRead, passage: Callable[[Factor], Factor | None]):
         self._context = context
         self._graph = context.graph
         self._on_read = on_read
+        self._passage = passage
         self._defined: dict[Node, Value | None] = {}
         self._known: dict[Factor, Factor] = {}
 
@@ -67,13 +71,20 @@ class DenseReader:
         assert isinstance(factor.node, Leaf)
         value = self._definition(factor.node)
         if value is None:
-            return factor
+            return self._passed(factor, factor.node.wire)
         try:
             found = self._pushed(read(self._graph, value, factor.args))
         except (NoRule, Contradiction):
             return factor
         indices = matmul_indices(self._graph, found.node)
         return found if indices and self._on_read(factor.node.wire, indices) else factor
+
+    def _passed(self, factor: Factor, wire: Wire) -> Factor:
+        rows, indices = self._passage(factor) if wire.step is None else None, choices_in(self._graph, factor)
+        if rows is None or not self._on_read(wire, frozenset(indices)):
+            return factor
+        note_work(self._graph, rows.node, frozenset(indices))
+        return rows
 
     def product(self, factor: Factor, index: Idx) -> tuple[Factor, ...] | None:
         """An array with a matrix for each assignment as the factors whose outer product it is, or None."""

@@ -72,6 +72,11 @@ def matmul_indices(graph: Graph, node: Node) -> frozenset[Idx]:
     return indices
 
 
+def note_work(graph: Graph, rows: Node, indices: frozenset[Idx]) -> None:
+    """Notes that an array holds the work of experts that indices choose, though it was done elsewhere."""
+    graph.memo["matmuls", rows] = indices
+
+
 def _is_expert_work(graph: Graph, node: Node, grouping: Grouping) -> bool:
     """Whether rows meet matrices, not vectors, of fewer experts than there are, which are not made of the choice."""
     place, features = grouping.place, math.prod(v.size for v in grouping.free)

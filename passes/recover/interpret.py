@@ -47,7 +47,7 @@ from moe_xla.passes.recover.rules import TABLE, Context
 from moe_xla.passes.recover.rules.elementwise import NAMES as ELEMENTWISE
 from moe_xla.passes.recover.rules.elementwise import apply, iota_axis
 from moe_xla.passes.recover.rules.ranks import queue_counts, sorted_mask, sorted_position
-from moe_xla.passes.recover.scopes import CHECKPOINTS, SCANS, Entrance, Exit, Scope
+from moe_xla.passes.recover.scopes import CHECKPOINTS, SCANS, Entrance, Exit, Passage, Scope
 from moe_xla.passes.recover.session import Path, Session
 from moe_xla.passes.recover.terms import Factor, Idx, IndexKey, Var, has_idx, key_of, parts_of
 from moe_xla.passes.recover.values import Contradiction, NoRule, Value, literal_of, of_literal, of_node
@@ -73,7 +73,8 @@ class Recovery:
         self.session = session
         self.graph = Graph(self._decide)
         self.context = Context(self.graph, session.is_dropless, self._site_of, self._note_rank)
-        self.graph.reader = DenseReader(self.context, self._note_dense)
+        self.graph.reader = DenseReader(self.context, self._note_dense, self._passed)
+        self.entrance: Entrance | None = None
         self.ranges: dict[Wire, prefix.Ranges] = {}
         self.steps: list[Step | Scope] = []
         self.effects: list[Step | Scope] = []
@@ -139,6 +140,10 @@ class Recovery:
             self.session.layer_wires.append(wire)
         wire.dense |= sites
         return True
+
+    def _passed(self, factor: Factor) -> Factor | None:
+        """An array of another scan, read there at the chosen experts."""
+        return None if self.entrance is None else Passage(self.entrance).read(factor)
 
     def _source(self, eqn: Any) -> Any:
         """The equation that knows the user's line: library functions of jax are known by the call that holds them."""
@@ -277,8 +282,8 @@ class Recovery:
             return None
         if name in SCANS and eqn.params["length"] < 2:
             return None
-        given = any(w.slots or w.changed or w.number in self.session.choices for w in inputs)
-        if not given and not _chooses(eqn.params["jaxpr"]):
+        given = any(w.slots or w.changed for w in inputs)
+        if not given and not any(_is_structured(w) for w in inputs) and not _chooses(eqn.params["jaxpr"]):
             return None
         found = len(self.session.layer_wires)
         again = self._recomputing or bool(eqn.params.get("differentiated", False))
@@ -294,6 +299,7 @@ class Recovery:
     def _scan(self, scope: Scope, inputs: Sequence[Wire]) -> list[Wire]:
         consts, carries = scan_counts(scope.eqn)
         entrance, inner = Entrance(scope, self.graph), scope.recovery
+        inner.entrance = entrance
         starts = [inner.input(w.shape, w.dtype) for w in inputs[consts : consts + carries]]
         given = [entrance.whole(w) for w in inputs[:consts]] + starts
         given += [entrance.slice(w) for w in inputs[consts + carries :]]
@@ -301,7 +307,7 @@ class Recovery:
         results = inner.walk(body.jaxpr, [inner.constant(c) for c in body.consts], given)
         scope.carries = list(zip(inputs[consts : consts + carries], starts, results[:carries], strict=True))
         scope.carried = [self._outer(scope, v) for v in scope.eqn.outvars[:carries]]
-        exit_ = Exit(scope, self)
+        exit_ = scope.exit = Exit(scope, self)
         stacked = [self._left(exit_, w, v) for w, v in zip(results[carries:], scope.eqn.outvars[carries:], strict=True)]
         return [*scope.carried, *stacked]
 
@@ -633,6 +639,11 @@ def is_boring(value: Value | None) -> bool:
     if value is None or not value.is_plain or not isinstance(value.factor.node, (Leaf, Lit)):
         return False
     return not any(has_idx(a) for a in value.factor.args)
+
+
+def _is_structured(wire: Wire) -> bool:
+    """Whether places that depend on data stand in an array, as in one-hots of chosen experts."""
+    return wire.value is not None and not wire.value.is_plain
 
 
 def is_sealed(value: Value) -> bool:

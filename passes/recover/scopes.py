@@ -80,6 +80,7 @@ class Scope:
     required: dict[Export, None] = dataclasses.field(default_factory=dict)
     source: Any = None
     refusal: str | None = None
+    exit: Exit | None = None
 
     @property
     def name(self) -> str:
@@ -208,6 +209,10 @@ class Entrance:
         self.inner: Graph = scope.recovery.graph
         self._known: dict[tuple[Node, int | None], Leaf] = {}
 
+    def source_of(self, inner: Node) -> tuple[Node, int | None] | None:
+        """The outer node that an array came from, and the axis it was sliced along."""
+        return next((key for key, leaf in self._known.items() if leaf is inner), None)
+
     @property
     def _session(self) -> Any:
         return self.scope.recovery.session
@@ -259,12 +264,13 @@ class Entrance:
             if len(places) > 1 or any(args[i] != loop for i in places):
                 raise NoRule("a scan over an axis that is part of a place")
             axis = places[0] if places else None
-            leaf = self._leaf(node, axis)
+            leaf = self.leaf(node, axis)
             return Factor(leaf, tuple(a for i, a in enumerate(args) if i != axis))
 
         return Translator(self._session, self.outer, self.inner, on_leaf, loop)
 
-    def _leaf(self, node: Node, axis: int | None) -> Leaf:
+    def leaf(self, node: Node, axis: int | None) -> Leaf:
+        """An outer node as an array inside, sliced along an axis where there is one."""
         key = (node, axis)
         if key not in self._known:
             shape = tuple(n for i, n in enumerate(node.shape) if i != axis)
@@ -317,13 +323,18 @@ class Exit:
                     return Factor(feed.source, args)
                 assert loop is not None
                 return Factor(feed.source, (*args[: feed.axis], loop, *args[feed.axis :]))
-            return Factor(self._leaf(node, loop), (*front, *args))
+            return Factor(self.leaf(node, loop), (*front, *args))
 
         recovery = self.scope.recovery
         translator = Translator(recovery.session, recovery.graph, self.outer.graph, on_leaf, None)
         return translator.value(value, lambda p: (*front, *p.axes), shape)
 
-    def _leaf(self, node: Node, loop: Var | None) -> Leaf:
+    def inside(self, outer: Node) -> Node | None:
+        """The inner node that an outer array is of."""
+        return next((node for node, leaf in self._known.items() if leaf is outer), None)
+
+    def leaf(self, node: Node, loop: Var | None) -> Leaf:
+        """An inner node as an array outside, stacked over the iterations of a loop."""
         if node not in self._known:
             shape = node.shape if loop is None else (loop.size, *node.shape)
             session = self.scope.recovery.session
@@ -339,3 +350,56 @@ class Exit:
             carry_facts(self.scope.recovery.graph, node, self.outer.graph, leaf, None, 0 if loop is None else 1)
             self._known[node] = leaf
         return self._known[node]
+
+
+class Passage:
+    """Reads in the forward scan what it stacks for the backward scan that slices it."""
+
+    def __init__(self, entrance: Entrance):
+        self._entrance = entrance
+        self._scope: Scope | None = None
+
+    def read(self, factor: Factor) -> Factor | None:
+        """The factor as an array that the forward scan stacks instead: the work of chosen experts on their rows."""
+        try:
+            there = self._factor(factor)
+        except NoRule:
+            return None
+        scope = self._scope
+        assert scope is not None and scope.exit is not None
+        reader = scope.recovery.graph.reader
+        rows = there if reader is None else reader(there)
+        if rows == there or not all(isinstance(a, Var) for a in rows.args):
+            return None
+        outer = scope.exit.leaf(rows.node, fresh(scope.eqn.params["length"]))
+        return Factor(self._entrance.leaf(outer, 0), rows.args)
+
+    def _factor(self, factor: Factor) -> Factor:
+        node = factor.node
+        if isinstance(node, Map):
+            operands = [self._factor(op) for op in operands_at(factor)]
+            graph = self._forward().recovery.graph
+            return graph.map(node.prim, node.params, operands, node.dtype)
+        return Factor(self._node(node), tuple(self._term(a) for a in factor.args))
+
+    def _term(self, term: Term) -> Term:
+        if isinstance(term, Idx):
+            factor = self._factor(term.factor)
+            return Idx(factor.node, factor.args, term.size)
+        return flatten(self._term(p) for p in term.parts) if isinstance(term, Flat) else term
+
+    def _node(self, node: Node) -> Node:
+        outer, axis = self._entrance.source_of(node) or (None, None)
+        scope = outer.wire.step if isinstance(outer, Leaf) else None
+        if axis != 0 or not isinstance(scope, Scope) or not scope.is_scan or scope.exit is None:
+            raise NoRule("an array that no other scan has stacked")
+        self._scope = self._scope or scope
+        inside = scope.exit.inside(outer) if scope is self._scope and outer is not None else None
+        if inside is None:
+            raise NoRule("arrays of several scans")
+        return inside
+
+    def _forward(self) -> Scope:
+        if self._scope is None:
+            raise NoRule("an array that no other scan has stacked")
+        return self._scope

@@ -39,7 +39,7 @@ def test_naive_forms_and_the_hand_written_layer_agree_where_nothing_overflows(fo
     assert measure.largest_error(naive, by_hand) < 1e-5
 
 
-@pytest.mark.parametrize("form", layers.FORMS)
+@pytest.mark.parametrize("form", sorted(set(layers.FORMS) - layers.WITHOUT_CAPACITY))
 def test_naive_forms_drop_what_overflows(form):
     problem = problem_of(form, capacity_factor=0.5)
     params, x = layers.layer_arguments(problem, jax.random.key(1))

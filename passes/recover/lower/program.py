@@ -107,7 +107,8 @@ class Lowering(SumEmitter):
         if wire in self.arrays:
             return True
         if step is None:
-            return not wire.changed
+            nodes = _nodes_of(_meaning(wire))
+            return not wire.changed and not any(isinstance(n, Leaf) and n.wire.dense for n in nodes)
         if isinstance(step, Scope):
             return _is_own(wire)
         if not step.inputs:
