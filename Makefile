@@ -24,7 +24,7 @@ test: $(INSTALLED)-test
 
 test-newest: $(NEWEST_INSTALLED)
 	@$(NEWEST_VENV)/bin/python -c "import jax, sys; print('jax', jax.__version__, 'on Python', sys.version)"
-	JAX_PLATFORMS=cpu $(NEWEST_VENV)/bin/python $(PYTEST) $(ARGS)
+	JAX_PLATFORMS=cpu MOE_XLA_GENERATED=20 $(NEWEST_VENV)/bin/python $(PYTEST) $(ARGS)
 
 fuzz: $(INSTALLED)-test
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m tests.generated $(N) $(ARGS)

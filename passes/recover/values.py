@@ -152,7 +152,7 @@ class Value:
         piece = self.pieces[0]
         if len(piece.factors) != 1 or piece.coef != 1 or piece.guards or piece.equalities:
             return False
-        places = [part for a in piece.axes for part in parts_of(a) if part.size != 1]
+        places = [part for a in piece.axes for part in parts_of(a) if part != UNIT]
         return all(isinstance(p, Var) for p in places) and len(set(places)) == len(places) and not piece.hidden
 
     @property
@@ -900,11 +900,14 @@ def scattered(graph: Graph, value: Value) -> Value:
     value = additive(graph, value)
     total: Value | None = None
     for piece in value.pieces:
-        parts = (piece.factors, piece.guards, piece.equalities, piece.coef, value.dtype)
+        # An axis of length 1 holds what stands at its only place.
+        there = [graph.compare(prims.eq_p, a.factor, 0) for a in piece.axes if isinstance(a, Idx) and a.size == 1]
+        piece = piece.replace(axes=tuple(a if a.size != 1 else UNIT for a in piece.axes))
+        parts = (piece.factors, (*piece.guards, *there), piece.equalities, piece.coef, value.dtype)
         if _fixed_places(piece.axes):
             term = _placed(graph, value.shape, piece.axes, *parts)
         else:
-            term = of_node(graph.ein(tuple(a if a.size != 1 else UNIT for a in piece.axes), *parts))
+            term = of_node(graph.ein(piece.axes, *parts))
         total = term if total is None else plain_map(graph, prims.add_p, {}, [total, term], value.shape, value.dtype)
     return total if total is not None else of_literal(graph, 0, value.shape, value.dtype)
 
@@ -1018,7 +1021,7 @@ def fills_all(value: Value) -> bool:
     """Whether pieces that never share a cell hit every cell, so that nothing is left to the background."""
     hit = 0
     for piece in value.pieces:
-        parts = [part for a in piece.axes for part in parts_of(a) if part.size != 1]
+        parts = [part for a in piece.axes for part in parts_of(a) if part != UNIT]
         variables = [part for part in parts if isinstance(part, Var)]
         if piece.guards or piece.equalities or piece.hidden or piece.points or len(set(variables)) != len(variables):
             return False

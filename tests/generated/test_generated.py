@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from .judge import judge
 from .programs import Program
 from .runs import refusals, rewritten_share, run_programs
 
-# Shards for the workers; each draws its own programs, the same in every run.
-SHARDS, PROGRAMS = 4, 75
+# Shards for the workers; each draws its own programs, the same in every run.  Another interpreter may draw fewer.
+SHARDS, PROGRAMS = 4, int(os.environ.get("MOE_XLA_GENERATED", "75"))
 LEAST_REWRITTEN = 0.95
 
 NAMED: dict[str, Program] = {
@@ -27,6 +29,8 @@ NAMED: dict[str, Program] = {
     "longest_queue_behind_kept_choices": Program(order="offset_kept", metrics="queue"),
     # the scores of other groups are infinite, in an array that has to be built behind a layer
     "infinite_scores_behind_a_layer": Program(chooser="group_limited", around="stack"),
+    # single experts sliced out of an array over all of them
+    "slices_of_every_expert": Program(family="dense_all", biases=True, batching="loop"),
     "saved_contractions": Program(order="offset", rank_dtype="float32", around="checkpoint_dots"),
     "padding_before_the_first_slot": Program(padding="periodic", rank="after", near_miss="padding_unmasked"),
 }

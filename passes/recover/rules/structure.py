@@ -56,7 +56,8 @@ def broadcast(context: Context, eqn: Any, value: Value, *dynamic: Value) -> Valu
         for i, d in enumerate(dims):
             if value.shape[i] == shape[d]:
                 axes[d] = piece.axes[i]
-        return piece.replace(axes=tuple(axes))
+        spread = {i for i, d in enumerate(dims) if value.shape[i] != shape[d]}
+        return piece.replace(axes=tuple(axes), guards=_drop_unit_axes(context.graph, piece, spread).guards)
 
     return value.map_pieces(shape, change)
 
