@@ -104,7 +104,8 @@ def _unmet_line(number: int, site: Site) -> str:
     culprit = " at ".join(_present([site.primitive, site.reason_source]))
     details = _present([site.reason or "no reason given", culprit and f"({culprit})"])
     place = f" from {site.source}" if site.source else ""
-    return f"site {number}{place} was {became}: {' '.join(details)}"
+    advice = f"; instead, {site.advice}" if site.advice else ""
+    return f"site {number}{place} was {became}: {' '.join(details)}{advice}"
 
 
 def _present(parts: Iterable[str | None]) -> list[str]:

@@ -22,6 +22,7 @@ import jax
 import jax.extend as jex
 from absl import logging
 
+from moe_xla.passes.advice import advice_for
 from moe_xla.passes.recover.facts import assignments_of, choices_of, distinct_of
 from moe_xla.passes.recover.grouping import leaves_of
 from moe_xla.passes.recover.interpret import Recovery, describe
@@ -392,6 +393,7 @@ def _site(
         reason=denial.reason if denial else None,
         primitive=denial.primitive if denial else None,
         reason_source=denial.source if denial else None,
+        advice=advice_for(denial.reason) if denial else None,
         tokens=tokens,
         experts=layer.experts,
         choices=layer.assignments // tokens if tokens else 0,

@@ -25,6 +25,7 @@ class Site:
       reason: why the site is not what was asked for (kept, padded, or exact although dropless was asked), else None.
       primitive: the first primitive that stopped the rewrite, else None.
       reason_source: `file:line (function)` of that primitive in the user's code, else None.
+      advice: what to write instead, where something is known to help.
       tokens: T, rows of the layer's input (all groups together).
       experts: E.
       choices: K.
@@ -43,6 +44,7 @@ class Site:
     reason: str | None = None
     primitive: str | None = None
     reason_source: str | None = None
+    advice: str | None = None
     tokens: int = 0
     experts: int = 0
     choices: int = 0
