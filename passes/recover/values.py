@@ -43,6 +43,7 @@ from moe_xla.passes.recover.facts import (
 from moe_xla.passes.recover.nodes import (
     Ein,
     Graph,
+    Iota,
     Map,
     Node,
     is_boolean,
@@ -98,6 +99,12 @@ class Piece:
     def variables(self) -> tuple[Var, ...]:
         pairs = [t for pair in self.equalities for t in pair]
         return vars_of([*self.axes, *(a for f in (*self.factors, *self.guards) for a in f.args), *pairs])
+
+    @property
+    def variables_of_data(self) -> frozenset[Var]:
+        """Variables that anything but the axes that they are depends on."""
+        places = [a for a in self.axes if not isinstance(a, Var)]
+        return frozenset(self.replace(axes=tuple(places)).variables)
 
     @functools.cached_property
     def hidden(self) -> tuple[Var, ...]:
@@ -588,7 +595,9 @@ def sampled(graph: Graph, factor: Factor) -> Factor:
     node = factor.node
     if not any(has_idx(a) for a in factor.args):
         return factor
-    if isinstance(node, Map) and depends_on_rank(graph, node):
+    if isinstance(node, Iota) and isinstance(factor.args[0], Idx):
+        return graph.convert(factor.args[0].factor, node.dtype)
+    if isinstance(node, Map) and (depends_on_rank(graph, node) or any(is_slot(graph, a) for a in factor.args)):
         return graph.map(node.prim, node.params, [sampled(graph, op) for op in operands_at(factor)], node.dtype)
     return factor if graph.reader is None else graph.reader(factor)
 

@@ -190,6 +190,20 @@ def test_gate_and_input_in_one_matrix(name, semantics):
     _assert_grouped(Parts(experts=_fused(split[name])), lambda y, aux: mixed_loss(y, aux), semantics)
 
 
+@every_semantics
+@pytest.mark.usefixtures("x64")
+def test_constraints_on_the_buffers(semantics):
+    """What a program asks of its buffers, by shardings or barriers, is asked of nobody when there are none."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("expert",))
+    placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("expert"))
+
+    def experts(params, buffer):
+        buffer = jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(buffer, placed))
+        return jax.lax.with_sharding_constraint(composed.biased(params, buffer), placed)
+
+    _assert_grouped(Parts(experts=experts), lambda y, aux: mixed_loss(y, aux), semantics)
+
+
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("loss", [lambda y, aux: y.sum(), lambda y, aux: y.mean()], ids=["sum", "mean"])
 def test_losses_with_a_constant_cotangent(loss):

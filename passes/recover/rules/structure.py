@@ -62,6 +62,14 @@ def broadcast(context: Context, eqn: Any, value: Value, *dynamic: Value) -> Valu
     return value.map_pieces(shape, change)
 
 
+@rule("sharding_constraint", "optimization_barrier")
+def same(context: Context, eqn: Any, *values: Value) -> list[Value]:
+    """What is asked of a buffer that is not built any more is asked of nobody; ordinary arrays keep their equation."""
+    if all(v.is_plain for v in values):
+        raise NoRule(f"{eqn.primitive.name} of ordinary arrays")
+    return list(values)
+
+
 @rule("transpose")
 def transpose(context: Context, eqn: Any, value: Value) -> Value:
     order = eqn.params["permutation"]
@@ -282,9 +290,15 @@ def _padded_axis(graph: Graph, piece: Piece, i: int, low: int, high: int, dtype:
         return _with_axis(guarded, i, Idx(factor.node, factor.args, size))
     if not isinstance(axis, Var) or axis in vars_of([*piece.axes[:i], *piece.axes[i + 1 :]]):
         raise NoRule("padding of an axis that other places depend on")
+    if axis not in piece.variables_of_data:
+        wide = fresh(size)
+        place = Factor(graph.iota(size, np.int32), (wide,))
+        tests = [graph.compare(prims.ge_p, place, low)] if low else []
+        tests += [graph.compare(prims.lt_p, place, size - high)] if high else []
+        return _with_axis(piece.replace(guards=(*piece.guards, *tests)), i, wide)
     data = materialised(graph, piece, dtype)
     if data.args.count(axis) != 1:
-        raise NoRule("padding of an axis along which the value is constant")
+        raise NoRule("padding of an axis that a value depends on in several ways")
     k, wide = data.args.index(axis), fresh(size)
     node = graph.pad(data.node, k, low, high)
     return Piece(
