@@ -108,6 +108,8 @@ class Recovery:
         self.session.unite(frozenset({rank.site, site}))
         self.session.ranks.append((graph, rank))
         self.session.note_index(rank.index, rank.site)
+        for leaf in leaves_of(graph, rank.index.node):
+            self.session.choices.setdefault(leaf.wire.number, rank.site)
 
     def _sites_choosing(self, indices: frozenset[Idx]) -> frozenset[Path]:
         """The sites whose experts are chosen by the indices: a choice without a queue is a site of its own."""
