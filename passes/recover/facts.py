@@ -98,7 +98,8 @@ def _linear_map(graph: Graph, factor: Factor, node: Map) -> LinearForm:
         plain = (
             not is_boolean(source) and not is_extended(source) and (is_integer(node.dtype) or is_floating(node.dtype))
         )
-        return linear_form(graph, ops[0]) if plain else _atom(factor)
+        form = linear_form(graph, ops[0]) if plain else _atom(factor)
+        return form if _survives(graph, form, node.dtype) else _atom(factor)
     if node.name in _IDENTITIES:
         return linear_form(graph, ops[0])
     if node.name == "mul":
@@ -111,6 +112,26 @@ def _linear_map(graph: Graph, factor: Factor, node: Map) -> LinearForm:
     if signs is None:
         return _atom(factor)
     return _combine([(s, linear_form(graph, op)) for s, op in zip(signs, ops, strict=True)])
+
+
+_WIDE = 2**15
+
+
+def _survives(graph: Graph, form: LinearForm, dtype: Any) -> bool:
+    """Whether whole numbers keep their value in a narrow type, as far as it is known how large they are."""
+    if represents_exactly(dtype, _WIDE):
+        return True
+    largest = abs(form.constant)
+    for atom, coefficient in form.atoms:
+        node = atom.node
+        if isinstance(node, Rank):
+            most: int | None = math.prod(v.size for v in (*node.order, *node.many))
+        else:
+            most = node.shape[0] if isinstance(node, Iota) else graph.bounds.get(node)
+        if most is None:
+            return False
+        largest += abs(coefficient) * most
+    return represents_exactly(dtype, math.ceil(largest))
 
 
 def _combine(parts: list[tuple[float, LinearForm]]) -> LinearForm:

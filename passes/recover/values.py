@@ -35,6 +35,7 @@ from moe_xla.passes.recover.facts import (
     holds,
     is_count,
     is_nonnegative,
+    linear_form,
     lower_bound,
     others_follow,
     rank_of,
@@ -730,6 +731,8 @@ def _is_below(graph: Graph, factor: Factor, limit: Factor, held: frozenset[Facto
                 continue
             if left == factor or (unconverted(left) == unconverted(factor) and is_nonnegative(graph, left)):
                 return True
+            if rank_of(graph, left) is not None and linear_form(graph, left) == linear_form(graph, factor):
+                return True  # a position and its cast to another type, which holds all positions
     return False
 
 

@@ -1075,3 +1075,25 @@ def test_masks_of_very_many_terms_are_kept():
     outputs, sites = _rewritten(program, "exact", (wg, w, x))
     assert [(site.status, site.reason) for site in sites] == [("kept", "a product of sums of 12 and 12 terms")]
     assert_close(outputs, quick_jit(program)(wg, w, x), 2e-5)
+
+
+@pytest.mark.parametrize("semantics", ["exact", "dropless"])
+def test_positions_in_a_type_that_does_not_hold_them(semantics):
+    """bfloat16 holds whole numbers up to 256: longer queues have several assignments in one slot."""
+    tokens, capacity = 700, 300
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(tokens, 4)), jnp.float32)
+    router = jnp.asarray(rng.normal(size=(4, 2)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(2, 4, 4)), jnp.float32)
+
+    def layer(w, x):
+        queue = jax.nn.one_hot((x @ router).argmax(-1), 2, dtype=jnp.int32)
+        position = ((jnp.cumsum(queue, axis=0) - 1) * queue).sum(-1).astype(jnp.bfloat16)
+        slot = jax.nn.one_hot(position.astype(jnp.int32), capacity)
+        mask = jnp.einsum("te,tc->tec", queue * (position < capacity)[:, None].astype(x.dtype), slot)
+        rows = jnp.einsum("ecd,edf->ecf", jnp.einsum("tec,td->ecd", mask, x), w)
+        return jnp.einsum("tec,ecd->td", mask, rows)
+
+    step = moe_xla.moe_jit(layer, semantics=semantics, compiler_options=QUICK)
+    assert all(site.status == "kept" for site in step.explain(w, x).sites)
+    assert_close(step(w, x), quick_jit(layer)(w, x), 1e-5)
