@@ -29,7 +29,7 @@ from moe_xla.passes.recover.terms import (
     fresh,
     substitute_factor,
 )
-from moe_xla.passes.recover.values import Contradiction, NoRule, Value, read
+from moe_xla.passes.recover.values import Contradiction, NoRule, Value, host_of, masked, read
 
 _READ_THROUGH = ELEMENTWISE | {
     *("dot_general", "reduce_sum", "custom_jvp_call", *CALLS),
@@ -156,9 +156,9 @@ def _multiplied(graph: Graph, factor: Factor) -> list[Factor]:
     if not is_map(factor, "select_n") or len(operands_at(factor)) != 3:
         return [factor]
     mask, if_false, if_true = operands_at(factor)
-    factors, used = _multiplied(graph, if_true), set(factor_vars([mask]))
-    host = next((i for i, f in enumerate(factors) if used <= set(factor_vars([f]))), None)
+    factors = _multiplied(graph, if_true)
+    host = host_of(factors, mask)
     if literal(if_false) is None or literal(if_false) != 0 or host is None or not is_boolean(mask.node.dtype):
         return [factor]
-    factors[host] = graph.select(mask, factors[host], if_false)
+    factors[host] = masked(graph, factors[host], mask)
     return factors

@@ -629,11 +629,10 @@ def _picks_choices(step: Step) -> bool:
 
 def _picks_experts(step: Step) -> bool:
     """Whether an equation takes matrices or the work of experts by index, or puts them back, or permutes choices."""
-    if step.name in ("gather", "scatter-add") and is_integer(step.inputs[0].dtype):
-        return True
-    return (
-        step.name in ("gather", "scatter-add") and is_floating(step.inputs[0].dtype) and len(step.inputs[0].shape) > 2
-    )
+    if step.name not in ("gather", "scatter-add"):
+        return False
+    operand = step.inputs[0]
+    return is_integer(operand.dtype) or (is_floating(operand.dtype) and len(operand.shape) > 2)
 
 
 def is_boring(value: Value | None) -> bool:

@@ -32,17 +32,16 @@ from moe_xla.passes.recover.nodes import (
 from moe_xla.passes.recover.program import Wire
 from moe_xla.passes.recover.terms import (
     Factor,
-    Flat,
     Idx,
     Term,
     Var,
     factor_vars,
-    flatten,
     fresh,
     substitute,
     substitute_factor,
     term_vars,
     vars_of,
+    with_indices,
 )
 from moe_xla.passes.recover.values import NoRule, Piece, Value, of_node
 
@@ -123,10 +122,7 @@ class Translator:
         return Value(tuple(shape), value.dtype, tuple(pieces), background)
 
     def term(self, term: Term) -> Term:
-        if isinstance(term, Idx):
-            factor = self.factor(term.factor)
-            return Idx(factor.node, factor.args, term.size)
-        return flatten(self.term(p) for p in term.parts) if isinstance(term, Flat) else term
+        return with_indices(term, self.factor)
 
     def factor(self, factor: Factor) -> Factor:
         node = factor.node
@@ -380,13 +376,7 @@ class Passage:
             operands = [self._factor(op) for op in operands_at(factor)]
             graph = self._forward().recovery.graph
             return graph.map(node.prim, node.params, operands, node.dtype)
-        return Factor(self._node(node), tuple(self._term(a) for a in factor.args))
-
-    def _term(self, term: Term) -> Term:
-        if isinstance(term, Idx):
-            factor = self._factor(term.factor)
-            return Idx(factor.node, factor.args, term.size)
-        return flatten(self._term(p) for p in term.parts) if isinstance(term, Flat) else term
+        return Factor(self._node(node), tuple(with_indices(a, self._factor) for a in factor.args))
 
     def _node(self, node: Node) -> Node:
         outer, axis = self._entrance.source_of(node) or (None, None)

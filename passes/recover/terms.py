@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -212,6 +212,14 @@ def _undone(node: Node, args: tuple[Term, ...]) -> Term | None:
         return None
     rest = [i for i in range(len(args)) if i != axis]
     return place.args[axis] if all(args[i] == place.args[i] for i in rest) else None
+
+
+def with_indices(term: Term, change: Callable[[Factor], Factor]) -> Term:
+    """A term whose data-dependent indices are what `change` makes of them."""
+    if isinstance(term, Idx):
+        factor = change(term.factor)
+        return Idx(factor.node, factor.args, term.size)
+    return flatten(with_indices(p, change) for p in term.parts) if isinstance(term, Flat) else term
 
 
 def substitute_all(terms: Iterable[Term], mapping: Substitution) -> tuple[Term, ...]:

@@ -73,6 +73,7 @@ from moe_xla.passes.recover.terms import (
     substitute_factor,
     term_vars,
     vars_of,
+    with_indices,
 )
 
 Equalities = frozenset[tuple[Idx, Idx]]
@@ -467,6 +468,11 @@ def in_range(graph: Graph, term: Term) -> list[Factor]:
     return [t for t in tests if literal(t) is None or not literal(t)]
 
 
+def unit_guards(graph: Graph, axes: Iterable[Term]) -> list[Factor]:
+    """The conditions under which data-dependent places lie on axes of length 1, which have one place only."""
+    return [graph.compare(prims.eq_p, a.factor, 0) for a in axes if isinstance(a, Idx) and a.size == 1]
+
+
 def is_slot(graph: Graph, term: Term) -> bool:
     """Whether a place is a slot: a queue position."""
     return any(isinstance(p, Idx) and depends_on_rank(graph, p.node) for p in parts_of(term))
@@ -644,16 +650,27 @@ def masks_to_guards(graph: Graph, piece: Piece) -> Piece | None:
     return _data_masks_as_factors(graph, piece.replace(factors=tuple(factors), guards=kept, coef=coef))
 
 
+def host_of(factors: Sequence[Factor], mask: Factor) -> int | None:
+    """The first factor that depends on all that a mask depends on."""
+    used = set(factor_vars([mask]))
+    return next((i for i, f in enumerate(factors) if used <= set(factor_vars([f]))), None)
+
+
+def masked(graph: Graph, factor: Factor, mask: Factor) -> Factor:
+    """A factor where a mask holds, zero elsewhere."""
+    return graph.select(mask, factor, graph.lit(0, factor.node.dtype))
+
+
 def _data_masks_as_factors(graph: Graph, piece: Piece) -> Piece:
     """Guards over more than the assignments as masks of the data that they belong to."""
     factors, guards = list(piece.factors), []
     for guard in piece.guards:
         used = set(factor_vars([guard]))
-        host = next((i for i, f in enumerate(factors) if used <= set(factor_vars([f]))), None)
+        host = host_of(factors, guard)
         if not piece.assignments or used <= piece.assignments or host is None or is_boolean(factors[host].node.dtype):
             guards.append(guard)
         else:
-            factors[host] = graph.select(guard, factors[host], graph.lit(0, factors[host].node.dtype))
+            factors[host] = masked(graph, factors[host], guard)
     return piece.replace(factors=tuple(factors), guards=tuple(guards))
 
 
@@ -790,10 +807,7 @@ def _simplified_places(graph: Graph, result: Piece) -> Piece | None:
         return result
 
     def simplify(term: Term) -> Term:
-        if isinstance(term, Idx):
-            factor = under_guards(graph, term.factor, held)
-            return Idx(factor.node, factor.args, term.size)
-        return flatten(simplify(p) for p in term.parts) if isinstance(term, Flat) else term
+        return with_indices(term, lambda factor: under_guards(graph, factor, held))
 
     axes = tuple(simplify(a) for a in result.axes)
     equalities = frozenset((simplify(a), simplify(b)) for a, b in result.equalities)
@@ -912,8 +926,7 @@ def scattered(graph: Graph, value: Value) -> Value:
     value = additive(graph, value)
     total: Value | None = None
     for piece in value.pieces:
-        # An axis of length 1 holds what stands at its only place.
-        there = [graph.compare(prims.eq_p, a.factor, 0) for a in piece.axes if isinstance(a, Idx) and a.size == 1]
+        there = unit_guards(graph, piece.axes)
         piece = piece.replace(axes=tuple(a if a.size != 1 else UNIT for a in piece.axes))
         parts = (piece.factors, (*piece.guards, *there), piece.equalities, piece.coef, value.dtype)
         if _fixed_places(piece.axes):

@@ -40,6 +40,7 @@ from moe_xla.passes.recover.terms import (
     term_vars,
     vars_of,
 )
+from moe_xla.passes.recover.values import host_of, masked
 
 
 class SumEmitter(RowEmitter):
@@ -87,12 +88,12 @@ class SumEmitter(RowEmitter):
                 continue
             masks = [g for g in node.guards if set(factor_vars([g])) & set(inner)]
             guards = tuple(g for g in node.guards if g not in masks)
-            masked = self._masked(joined, masks)
-            if masked is None:
+            rows = self._masked(joined, masks)
+            if rows is None:
                 continue
             axes = (*points, *free)
             domain = (*guards, *node.domain)
-            matmul = self.graph.ein(axes, masked, (), frozenset(), 1, node.dtype, domain=domain)
+            matmul = self.graph.ein(axes, rows, (), frozenset(), 1, node.dtype, domain=domain)
             if self.grouping(matmul) is None:
                 continue
             whole = self.graph.ein(
@@ -109,14 +110,13 @@ class SumEmitter(RowEmitter):
 
     def _masked(self, factors: tuple[Factor, ...], masks: Sequence[Factor]) -> tuple[Factor, ...] | None:
         """Factors that are zero where a mask fails; None where a mask belongs to no factor alone."""
-        masked = list(factors)
+        result = list(factors)
         for mask in masks:
-            used = set(factor_vars([mask]))
-            host = next((i for i, f in enumerate(masked) if used <= set(factor_vars([f]))), None)
+            host = host_of(result, mask)
             if host is None:
                 return None
-            masked[host] = self.graph.select(mask, masked[host], self.graph.lit(0, masked[host].node.dtype))
-        return tuple(masked)
+            result[host] = masked(self.graph, result[host], mask)
+        return tuple(result)
 
     def _row_factor(self, node: Ein) -> tuple[Factor, Layout] | None:
         for factor in node.factors:

@@ -42,6 +42,7 @@ from moe_xla.passes.recover.values import (
     plain,
     resolve,
     unflattened,
+    unit_guards,
 )
 
 
@@ -56,8 +57,8 @@ def broadcast(context: Context, eqn: Any, value: Value, *dynamic: Value) -> Valu
         for i, d in enumerate(dims):
             if value.shape[i] == shape[d]:
                 axes[d] = piece.axes[i]
-        spread = {i for i, d in enumerate(dims) if value.shape[i] != shape[d]}
-        return piece.replace(axes=tuple(axes), guards=_drop_unit_axes(context.graph, piece, spread).guards)
+        spread = [piece.axes[i] for i, d in enumerate(dims) if value.shape[i] != shape[d]]
+        return piece.replace(axes=tuple(axes), guards=(*piece.guards, *unit_guards(context.graph, spread)))
 
     return value.map_pieces(shape, change)
 
@@ -89,11 +90,8 @@ def _without(context: Context, value: Value, gone: set[int]) -> Value:
 
 
 def _drop_unit_axes(graph: Graph, piece: Piece, gone: set[int]) -> Piece:
-    guards = list(piece.guards)
-    for i in gone:
-        if isinstance(piece.axes[i], Idx):
-            guards.append(graph.compare(prims.eq_p, piece.axes[i].factor, 0))  # type: ignore[union-attr]
-    return piece.replace(axes=tuple(a for i, a in enumerate(piece.axes) if i not in gone), guards=tuple(guards))
+    guards = (*piece.guards, *unit_guards(graph, [piece.axes[i] for i in gone]))
+    return piece.replace(axes=tuple(a for i, a in enumerate(piece.axes) if i not in gone), guards=guards)
 
 
 @rule("reshape")
@@ -108,8 +106,7 @@ def _reshaped(graph: Graph, piece: Piece, shape: Sequence[int]) -> Piece:
     solved: dict[Var, Term] = {}
     held = held_factors(graph, [piece])
     pending = [p for a in piece.axes for p in (parts_of(a) if a.size != 1 else ())]
-    guards = list(piece.guards)
-    guards += [graph.compare(prims.eq_p, a.factor, 0) for a in piece.axes if isinstance(a, Idx) and a.size == 1]
+    guards = [*piece.guards, *unit_guards(graph, piece.axes)]
     axes: list[Term] = []
     for size in shape:
         chosen: list[Term] = []
