@@ -67,6 +67,9 @@ class _Denial:
     source: str | None
 
 
+_NOT_ALONE = _Denial("its arrays come from a layer that is left as it is written", None, None)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Layer:
     """What is known of a site before it is decided what becomes of it."""
@@ -381,9 +384,9 @@ def _site(
     emission: _Emission | None,
 ) -> Site:
     mode = modes.get(layer.key[0], options.semantics)
-    denial = next((denials[s] for s in layer.key if s in denials), None)
     root = layer.key[0]
     kept = mode == "off" or emission is None
+    denial = next((denials[s] for s in layer.key if s in denials), _NOT_ALONE if kept else None)
     tokens = layer.tokens if kept or emission is None else emission.tokens.get(root, layer.tokens)
     return Site(
         status=KEPT if kept else REWRITTEN,

@@ -17,6 +17,7 @@ import numpy as np
 
 from moe_xla.passes._jax import scan_counts, source_of
 from moe_xla.passes.recover import loads, prefix
+from moe_xla.passes.recover.branches import CONDS, BranchEntrance, Switch, SwitchExit
 from moe_xla.passes.recover.dense import DenseReader
 from moe_xla.passes.recover.facts import (
     bound_of,
@@ -42,12 +43,13 @@ from moe_xla.passes.recover.nodes import (
     is_integer,
     literal,
 )
+from moe_xla.passes.recover.passage import Passage
 from moe_xla.passes.recover.program import Step, Wire
 from moe_xla.passes.recover.rules import TABLE, Context
 from moe_xla.passes.recover.rules.elementwise import NAMES as ELEMENTWISE
 from moe_xla.passes.recover.rules.elementwise import apply, iota_axis
 from moe_xla.passes.recover.rules.ranks import queue_counts, sorted_mask, sorted_position
-from moe_xla.passes.recover.scopes import CHECKPOINTS, SCANS, Entrance, Exit, Passage, Scope
+from moe_xla.passes.recover.scopes import CHECKPOINTS, SCANS, Entrance, Exit, Scope
 from moe_xla.passes.recover.session import Path, Session
 from moe_xla.passes.recover.terms import Factor, Idx, IndexKey, Var, has_idx, key_of, parts_of
 from moe_xla.passes.recover.values import Contradiction, NoRule, Value, literal_of, of_literal, of_node
@@ -76,8 +78,8 @@ class Recovery:
         self.graph.reader = DenseReader(self.context, self._note_dense, self._passed)
         self.entrance: Entrance | None = None
         self.ranges: dict[Wire, prefix.Ranges] = {}
-        self.steps: list[Step | Scope] = []
-        self.effects: list[Step | Scope] = []
+        self.steps: list[Step | Scope | Switch] = []
+        self.effects: list[Step | Scope | Switch] = []
         self._path = path
         self._recomputing = recomputing
         self._callers: list[Any] = []
@@ -218,8 +220,9 @@ class Recovery:
     def release(self) -> None:
         """Forgets everything, so that the memory is free at once and Python need not search it for cycles."""
         for step in self.steps:
-            if isinstance(step, Scope):
-                step.recovery.release()
+            for scope in step.branches if isinstance(step, Switch) else [step]:
+                if isinstance(scope, Scope):
+                    scope.recovery.release()
             for wire in step.outputs:
                 wire.value = wire.definition = wire.step = None
         self.graph.release()
@@ -268,29 +271,37 @@ class Recovery:
 
     # --------------------------------------------------------------------------------------------- scopes
 
-    def adopt(self, wire: Wire, value: Value) -> None:
-        """Takes a value that was rebuilt from another scope."""
+    def adopt(self, wire: Wire, value: Value, unites: bool = True) -> None:
+        """Takes a value that was rebuilt from another scope; queues in the branches of a cond are not one layer's."""
         wire.tainted = self._sites_in(value)
         wire.value = value
         if is_boring(value) and value.factor.args == value.pieces[0].axes and isinstance(value.factor.node, Leaf):
             wire.number = value.factor.node.wire.number
-        self._note_slots(wire, value)
+        self._note_slots(wire, value, unites)
         wire.changed = wire.changed or any(self.session.is_dropless(s) for s in wire.tainted)
+        if value.is_plain and is_floating(value.dtype):
+            self._note_matrices(wire, value.factor)
 
     def _entered(self, eqn: Any, inputs: Sequence[Wire]) -> list[Wire] | None:
-        """The outputs of a scan or checkpoint whose body holds, or is given, a layer; None where it runs as written."""
+        """The outputs of an equation whose bodies hold, or are given, a layer; None where it runs as written."""
         name = eqn.primitive.name
-        if not self.session.enters or name not in SCANS | CHECKPOINTS:
+        if not self.session.enters or name not in SCANS | CHECKPOINTS | CONDS:
             return None
         if name in SCANS and eqn.params["length"] < 2:
             return None
         given = any(w.slots or w.changed for w in inputs)
-        if not given and not any(_is_structured(w) for w in inputs) and not _chooses(eqn.params["jaxpr"]):
+        chooses = any(map(_chooses, jex.core.jaxprs_in_params(eqn.params)))
+        if not given and not any(_is_structured(w) for w in inputs) and not chooses:
             return None
         found = len(self.session.layer_wires)
-        again = self._recomputing or bool(eqn.params.get("differentiated", False))
-        scope = Scope(eqn, Recovery(self.session, self._path, again), source=self._source(eqn))
-        outputs = self._scan(scope, inputs) if scope.is_scan else self._checkpoint(scope, inputs)
+        scope: Scope | Switch
+        if name in CONDS:
+            scope = Switch(eqn, inputs[0], source=self._source(eqn))
+            outputs = self._cond(scope, inputs)
+        else:
+            again = self._recomputing or bool(eqn.params.get("differentiated", False))
+            scope = Scope(eqn, Recovery(self.session, self._path, again), source=self._source(eqn))
+            outputs = self._scan(scope, inputs) if scope.is_scan else self._checkpoint(scope, inputs)
         if not given and len(self.session.layer_wires) == found:
             return None
         self.steps.append(scope)
@@ -319,7 +330,25 @@ class Recovery:
         exit_ = Exit(scope, self)
         return [self._left(exit_, w, v) for w, v in zip(results, scope.eqn.outvars, strict=True)]
 
-    def _outer(self, scope: Scope, var: Any) -> Wire:
+    def _cond(self, switch: Switch, inputs: Sequence[Wire]) -> list[Wire]:
+        results = []
+        for place, body in enumerate(switch.eqn.params["branches"]):
+            inner = Recovery(self.session, (*self._path, place), self._recomputing)
+            scope = Scope(switch.eqn, inner, source=switch.source, switch=switch)
+            switch.branches.append(scope)
+            entrance = inner.entrance = BranchEntrance(scope, self.graph, switch.taken, place)
+            consts = [inner.constant(c) for c in body.consts]
+            results.append(inner.walk(body.jaxpr, consts, [entrance.whole(w) for w in inputs[1:]]))
+        exit_ = switch.exit = SwitchExit(switch, self)
+        outputs = []
+        for var, *wires in zip(switch.eqn.outvars, *results, strict=True):
+            wire = self._outer(switch, var)
+            self.adopt(wire, exit_.value(wires, wire), unites=False)
+            wire.changed = wire.changed or (any(w.changed for w in wires) and not is_boring(wire.value))
+            outputs.append(wire)
+        return outputs
+
+    def _outer(self, scope: Scope | Switch, var: Any) -> Wire:
         wire = self.input(var.aval.shape, var.aval.dtype)
         wire.step = scope
         return wire
@@ -511,7 +540,7 @@ class Recovery:
         indices = [p for p in parts_of(term) if isinstance(p, Idx)]
         return frozenset().union(*(rank_sites(self.graph, p.node) for p in indices)) if indices else frozenset()
 
-    def _note_slots(self, wire: Wire, value: Value) -> None:
+    def _note_slots(self, wire: Wire, value: Value, unites: bool = True) -> None:
         sites: frozenset[Any] = frozenset()
         for piece in value.pieces:
             for term in piece.axes:
@@ -522,7 +551,8 @@ class Recovery:
                         self._note_bound(part)
         wire.slots = sites
         if sites:
-            self.session.unite(sites)
+            if unites:
+                self.session.unite(sites)
             self.session.layer_wires.append(wire)
             wire.changed = wire.changed or any(self.session.is_dropless(s) for s in sites)
 

@@ -1,4 +1,4 @@
-"""Bodies that keep a boundary: `lax.scan` and `jax.checkpoint`.
+"""Bodies that keep a boundary: `lax.scan` and `jax.checkpoint`; `branches` adds those of `lax.cond`.
 
 A body is recovered in a graph of its own.  What flows in as an array is an input of the body; what flows in structured
 is rebuilt inside from its definition, and only the arrays that the definition reads cross (per iteration of a scan,
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_xla.passes.recover.facts import depends_on_rank, is_count
 from moe_xla.passes.recover.nodes import (
@@ -44,6 +44,9 @@ from moe_xla.passes.recover.terms import (
     with_indices,
 )
 from moe_xla.passes.recover.values import NoRule, Piece, Value, of_node
+
+if TYPE_CHECKING:
+    from moe_xla.passes.recover.branches import Switch
 
 SCANS = frozenset({"scan"})
 CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
@@ -80,6 +83,12 @@ class Scope:
     source: Any = None
     refusal: str | None = None
     exit: Exit | None = None
+    switch: Switch | None = None
+
+    @property
+    def whole(self) -> Scope | Switch:
+        """What computes the exports: a branch runs as part of its cond."""
+        return self.switch or self
 
     @property
     def name(self) -> str:
@@ -187,13 +196,32 @@ def _reads_integers(node: Map) -> bool:
     return all(not is_extended(d) and (is_integer(d) or is_boolean(d)) for d in kinds)
 
 
-def carry_facts(source: Graph, node: Node, target: Graph, inner: Node, gone: int | None, new: int = 0) -> None:
-    """Bounds and distinctness of an index survive the boundary; axis `gone` is dropped, `new` axes are put in front."""
+def carry_facts(
+    source: Graph,
+    node: Node,
+    target: Graph,
+    inner: Node,
+    crossed: Callable[[Node], Node | None],
+    gone: int | None,
+    new: int = 0,
+) -> None:
+    """Bounds and distinctness of an index survive the boundary; axis `gone` is dropped, `new` axes are put in front.
+
+    So does what is inverse to it, where that has `crossed` too.
+    """
+
+    def moved(axis: int) -> int:
+        return axis + new - (1 if gone is not None and axis > gone else 0)
+
     if node in source.bounds:
         target.bounds[inner] = source.bounds[node]
     axis = source.distinct.get(node)
     if axis is not None and axis != gone:
-        target.distinct[inner] = axis + new - (1 if gone is not None and axis > gone else 0)
+        target.distinct[inner] = moved(axis)
+    if node.inverse is not None and node.inverse[1] != gone:
+        other, place = crossed(node.inverse[0]), moved(node.inverse[1])
+        if other is not None:
+            inner.inverse, other.inverse = (other, place), (inner, place)
 
 
 class Entrance:
@@ -276,7 +304,7 @@ class Entrance:
                 inner.tainted = node.wire.tainted
             self.scope.feeds.append(Feed(node, axis, inner))
             leaf = inner.value.factor.node
-            carry_facts(self.outer, node, self.inner, leaf, axis)
+            carry_facts(self.outer, node, self.inner, leaf, lambda other: self._known.get((other, axis)), axis)
             self._known[key] = leaf
         return self._known[key]
 
@@ -309,6 +337,10 @@ class Exit:
                 self.scope.recovery.session.unstacked[wire.number] = inner.number
             return of_node(self.outer.graph.leaf(wire, wire.shape, wire.dtype))
 
+    def defined(self, value: Value, shape: Sequence[int]) -> Value:
+        """A value outside, in terms of the arrays that it is made of."""
+        return self._translated(value, None, shape)
+
     def _translated(self, value: Value, loop: Var | None, shape: Sequence[int]) -> Value:
         front = () if loop is None else (loop,)
 
@@ -336,60 +368,14 @@ class Exit:
             session = self.scope.recovery.session
             number = node.wire.number if isinstance(node, Leaf) else session.number(("node", node.ordinal))
             outer = self.outer.input(shape, node.dtype, number if loop is None else None)
-            outer.step = self.scope
+            outer.step = self.scope.whole
             if isinstance(node, Leaf):
                 outer.tainted = node.wire.tainted
             if loop is not None:
                 session.unstacked[outer.number] = number
             self.scope.exports.append(Export(node, outer))
             leaf = outer.value.factor.node
-            carry_facts(self.scope.recovery.graph, node, self.outer.graph, leaf, None, 0 if loop is None else 1)
+            new = 0 if loop is None else 1
+            carry_facts(self.scope.recovery.graph, node, self.outer.graph, leaf, self._known.get, None, new)
             self._known[node] = leaf
         return self._known[node]
-
-
-class Passage:
-    """Reads in the forward scan what it stacks for the backward scan that slices it."""
-
-    def __init__(self, entrance: Entrance):
-        self._entrance = entrance
-        self._scope: Scope | None = None
-
-    def read(self, factor: Factor) -> Factor | None:
-        """The factor as an array that the forward scan stacks instead: the work of chosen experts on their rows."""
-        try:
-            there = self._factor(factor)
-        except NoRule:
-            return None
-        scope = self._scope
-        assert scope is not None and scope.exit is not None
-        reader = scope.recovery.graph.reader
-        rows = there if reader is None else reader(there)
-        if rows == there or not all(isinstance(a, Var) for a in rows.args):
-            return None
-        outer = scope.exit.leaf(rows.node, fresh(scope.eqn.params["length"]))
-        return Factor(self._entrance.leaf(outer, 0), rows.args)
-
-    def _factor(self, factor: Factor) -> Factor:
-        node = factor.node
-        if isinstance(node, Map):
-            operands = [self._factor(op) for op in operands_at(factor)]
-            graph = self._forward().recovery.graph
-            return graph.map(node.prim, node.params, operands, node.dtype)
-        return Factor(self._node(node), tuple(with_indices(a, self._factor) for a in factor.args))
-
-    def _node(self, node: Node) -> Node:
-        outer, axis = self._entrance.source_of(node) or (None, None)
-        scope = outer.wire.step if isinstance(outer, Leaf) else None
-        if axis != 0 or not isinstance(scope, Scope) or not scope.is_scan or scope.exit is None:
-            raise NoRule("an array that no other scan has stacked")
-        self._scope = self._scope or scope
-        inside = scope.exit.inside(outer) if scope is self._scope and outer is not None else None
-        if inside is None:
-            raise NoRule("arrays of several scans")
-        return inside
-
-    def _forward(self) -> Scope:
-        if self._scope is None:
-            raise NoRule("an array that no other scan has stacked")
-        return self._scope

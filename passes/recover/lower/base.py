@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from moe_xla import ops
+from moe_xla.passes.recover.branches import Switch
 from moe_xla.passes.recover.grouping import Grouping
 from moe_xla.passes.recover.interpret import Recovery
 from moe_xla.passes.recover.loads import Numbers, is_capacity, numbers_of_layers
@@ -65,7 +66,7 @@ POSITION_SAFE = frozenset(
 class Refusal(Exception):
     """A site cannot be rewritten as asked."""
 
-    def __init__(self, sites: frozenset[Any], reason: str, step: Step | Scope | None):
+    def __init__(self, sites: frozenset[Any], reason: str, step: Step | Scope | Switch | None):
         super().__init__(reason)
         self.sites = sites
         self.reason = reason
@@ -105,7 +106,7 @@ class Emitter:
         self.plans: dict[Routing, ops.Plan] = {}
         self.layouts: dict[Any, Layout | None] = {}
         self.groupings: dict[Node, Grouping | None] = {}
-        self.stack: list[Step | Scope] = [] if within is None else [within]
+        self.stack: list[Step | Scope | Switch] = [] if within is None else [within]
         self.tokens: list[tuple[IndexKey, int]] = []
         self._latest: Any = None
         self._known_numbers: dict[Any, Numbers] | None = None
@@ -155,7 +156,7 @@ class Emitter:
         met = any(is_capacity(name, n, layer) for n in numbers if n is not None for layer in known)
         return name in POSITION_SAFE and not met
 
-    def asker(self) -> Step | Scope | None:
+    def asker(self) -> Step | Scope | Switch | None:
         """The equation or body that is being emitted."""
         return self.stack[-1] if self.stack else None
 

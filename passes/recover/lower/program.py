@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from moe_xla.passes._jax import bind_checkpoint, bind_equation
+from moe_xla.passes.recover.branches import Switch
 from moe_xla.passes.recover.facts import direct_operands
 from moe_xla.passes.recover.interpret import Recovery
 from moe_xla.passes.recover.loads import number_of
@@ -88,7 +90,7 @@ class Lowering(SumEmitter):
     def _reads(self, wire: Wire) -> list[Wire | Node]:
         if wire in self.arrays:
             return []
-        if isinstance(wire.step, Scope) and _is_own(wire):
+        if isinstance(wire.step, Scope | Switch) and _is_own(wire):
             return self._require(wire.step, wire)
         if wire.step is not None and (_is_own(wire) or self.keeps(wire)):
             return list(wire.step.inputs)
@@ -109,7 +111,7 @@ class Lowering(SumEmitter):
         if step is None:
             nodes = _nodes_of(_meaning(wire))
             return not wire.changed and not any(isinstance(n, Leaf) and n.wire.dense for n in nodes)
-        if isinstance(step, Scope):
+        if isinstance(step, Scope | Switch):
             return _is_own(wire)
         if not step.inputs:
             return not wire.changed
@@ -131,7 +133,7 @@ class Lowering(SumEmitter):
             assert not _is_own(wire)
             self.arrays[wire] = self._of_value(wire, _meaning(wire))
             return self.arrays[wire]
-        if isinstance(step, Scope) and _is_own(wire):
+        if isinstance(step, Scope | Switch) and _is_own(wire):
             self._run_scope(step)
             return self.arrays[wire]
         if not step.inputs and not step.outputs:
@@ -147,8 +149,10 @@ class Lowering(SumEmitter):
         self.arrays[wire] = result
         return result
 
-    def _require(self, scope: Scope, wire: Wire) -> list[Wire | Node]:
+    def _require(self, scope: Scope | Switch, wire: Wire) -> list[Wire | Node]:
         """Notes that an output of a body is needed; the arrays outside that the body then reads."""
+        if isinstance(scope, Switch):
+            return self._require_of_switch(scope, wire)
         for export in scope.exports:
             if export.outer is wire:
                 scope.required[export] = None
@@ -157,7 +161,21 @@ class Lowering(SumEmitter):
         feeds = self._fed[scope] = [f for f in scope.feeds if f.inner in wanted]
         return [*(initial for initial, _, _ in scope.carries), *(f.source for f in feeds)]
 
-    def _run_scope(self, scope: Scope) -> None:
+    def _require_of_switch(self, switch: Switch, wire: Wire) -> list[Wire | Node]:
+        switch.required.update({r: None for r in switch.results if r.outer is wire})
+        reads: list[Wire | Node] = [switch.index]
+        for place, scope in enumerate(switch.branches):
+            scope.required.update({e: None for e in scope.exports if e.outer is wire})
+            inner = Lowering(scope.recovery, _placeholders(scope), self.backend, scope)
+            wanted = inner.needed([*(r.inner[place] for r in switch.required), *(e.source for e in scope.required)])
+            feeds = self._fed[scope] = [f for f in scope.feeds if f.inner in wanted]
+            reads += [f.source for f in feeds]
+        return reads
+
+    def _run_scope(self, scope: Scope | Switch) -> None:
+        if isinstance(scope, Switch):
+            self._run_switch(scope)
+            return
         self.stack.append(scope)
         feeds = self._fed[scope]
         arrays = [self.array(f.source) if isinstance(f.source, Wire) else self.node(f.source) for f in feeds]
@@ -215,10 +233,32 @@ class Lowering(SumEmitter):
 
         return bind_checkpoint(scope.eqn, body, arrays)
 
+    def _run_switch(self, switch: Switch) -> None:
+        """Runs a cond on the arrays that any of its branches reads; exports are zeros in the other branches."""
+        self.stack.append(switch)
+        sources = list(dict.fromkeys(f.source for scope in switch.branches for f in self._fed[scope]))
+        arrays = [self.array(s) if isinstance(s, Wire) else self.node(s) for s in sources]
+        exports = [(scope, e) for scope in switch.branches for e in scope.required]
+
+        def branch(place: int, scope: Scope, given: Sequence[Any]) -> list[Any]:
+            outside = dict(zip(sources, given, strict=True))
+            inner = {f.inner: outside[f.source] for f in self._fed[scope]}
+            own = [e for s, e in exports if s is scope]
+            outputs = [*(r.inner[place] for r in switch.required), *(e.source for e in own)]
+            made = dict(zip([*switch.required, *own], self._body(scope, inner, outputs, 1), strict=True))
+            wanted: list[Any] = [*switch.required, *(e for _, e in exports)]
+            return [_strong(made[w], w.outer) if w in made else _zeros(w.outer) for w in wanted]
+
+        branches = [functools.partial(branch, place, scope) for place, scope in enumerate(switch.branches)]
+        results = lax.switch(self.array(switch.index), branches, arrays)
+        outers = [*(r.outer for r in switch.required), *(e.outer for _, e in exports)]
+        self.arrays.update(zip(outers, results, strict=True))
+        self.stack.pop()
+
     def _run_effects(self) -> None:
         """Runs the equations that have effects, in the program's order, unless an output has run them already."""
         for step in self.recovery.effects:
-            if isinstance(step, Scope):
+            if isinstance(step, Scope | Switch):
                 self._run_scope(step)
             elif step.outputs:
                 self.array(step.outputs[0])
@@ -314,6 +354,10 @@ def _placeholders(scope: Scope) -> dict[Wire, Any]:
 def _first(data: Any, axis: int | None) -> Any:
     """`axis` in front."""
     return data if not axis else jnp.moveaxis(data, axis, 0)
+
+
+def _zeros(wire: Wire) -> Any:
+    return jnp.zeros(wire.shape, wire.dtype)
 
 
 def _strong(data: Any, wire: Wire) -> Any:
