@@ -10,7 +10,7 @@ both modes, batched, scanned and rematerialised.  Rows past the last group (the 
 read into a sum; NaN in one expert's weights reaches only that expert's rows; sums are kept in float32 at least.
 """
 
-from moe_xla.ops.backends import eligible, refusals, resolve
+from moe_xla.ops.backends import default_platform, eligible, refusals, resolve
 from moe_xla.ops.contract import Contract, Need
 from moe_xla.ops.grouped import grouped_dot, grouped_dot_p, grouped_outer, grouped_outer_p
 from moe_xla.ops.groups import add_group_bias, group_max, group_sum
@@ -23,6 +23,7 @@ __all__ = [
     "Plan",
     "add_group_bias",
     "combine",
+    "default_platform",
     "dispatch",
     "eligible",
     "expert_of_row",

@@ -9,6 +9,8 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping
 
+import jax.extend.backend
+
 from moe_xla.ops import blocked, ragged
 from moe_xla.ops.contract import Need, refusal
 
@@ -23,6 +25,14 @@ ORDER: Mapping[str, tuple[str, ...]] = {
     "rocm": ("blocked", "ragged"),
     "tpu": ("ragged", "blocked"),
 }
+
+
+def default_platform() -> str:
+    """The platform that programs are lowered for by default, by the name it has in a `Contract`."""
+    client = jax.extend.backend.get_backend()
+    if client.platform != "gpu":
+        return str(client.platform)
+    return "rocm" if client.platform_version.startswith("rocm") else "cuda"
 
 
 def check_name(backend: str) -> str:

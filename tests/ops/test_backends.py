@@ -78,3 +78,14 @@ def test_a_backend_that_cannot_run_raises_when_lowered(monkeypatch):
         jax.jit(lambda x: ops.grouped_dot(x, jnp.ones((1, 3, 2)), jnp.array([4]), backend="other")).lower(
             jnp.ones((4, 3))
         )
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "name"),
+    [("cpu", "cpu", "cpu"), ("tpu", "libtpu", "tpu"), ("gpu", "cuda 13000", "cuda"), ("gpu", "rocm 70000", "rocm")],
+)
+def test_the_default_platform_has_its_name_in_the_contracts(monkeypatch, platform, version, name):
+    client = types.SimpleNamespace(platform=platform, platform_version=version)
+    monkeypatch.setattr(jax.extend.backend, "get_backend", lambda: client)
+    assert ops.default_platform() == name
+    assert all(name in module.CONTRACT.platforms for module in backends.BACKENDS.values())

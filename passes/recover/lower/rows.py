@@ -179,7 +179,7 @@ class RowEmitter(DefinitionEmitter):
         return ordered_after(sizes, self._latest)
 
     def note_matmul(self, routing: Routing, sizes: tuple[int, int, int], dtypes: Sequence[Any]) -> None:
-        need = ops.Need(jax.default_backend(), tuple(np.dtype(d) for d in dtypes), sizes[1], sizes[2])
+        need = ops.Need(ops.default_platform(), tuple(np.dtype(d) for d in dtypes), sizes[1], sizes[2])
         self.flops.append((key_of(routing.index), 2 * math.prod(sizes)))
         self.backends.append((key_of(routing.index), ops.resolve(self.backend, need)))
 
