@@ -53,6 +53,8 @@ _ADVICE = (
         "weighted rows",
         "count positions by a cumulative sum of one-hots that hold 0 and 1 only, as integers or truth values",
     ),
+    ("group sizes inside a shard_map", "cast the group sizes to int32"),
+    ("is an algorithm", "give the precision as a jax.lax.Precision"),
     ("over slots", "reduce tokens or counts rather than slots"),
 )
 

@@ -32,10 +32,20 @@ from moe_xla.passes.recover.nodes import is_floating
 from moe_xla.passes.recover.session import Session
 from moe_xla.passes.recover.terms import Const, key_of, term_vars
 from moe_xla.passes.recover.values import NoRule
+from moe_xla.passes.regroup import PATTERN as RAGGED_DOT
+from moe_xla.passes.regroup import regrouped
 from moe_xla.passes.roll import may_hold_loops, rolled
 from moe_xla.passes.site import KEPT, REWRITTEN, Site
 
-PATTERNS = ("einsum_dispatch", "scatter_dispatch", "sort_dispatch", "dense_experts", "weight_gather", "expert_loop")
+PATTERNS = (
+    "einsum_dispatch",
+    "scatter_dispatch",
+    "sort_dispatch",
+    "dense_experts",
+    "weight_gather",
+    "expert_loop",
+    RAGGED_DOT,
+)
 # Loops over experts are rolled into programs with an axis of experts first.
 _ROLLED_INTO = frozenset({"dense_experts", "weight_gather"})
 SEMANTICS = ("dropless", "exact")
@@ -97,6 +107,15 @@ class _Emission:
 
 def rewrite_jaxpr(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritten:
     """Rewrites the Mixture-of-Experts layers of `closed`; never raises for a program that jax itself accepts."""
+    if RAGGED_DOT not in options.patterns:
+        return _with_loops(closed, options)
+    grouped = regrouped(closed, options.backend, options.semantics)
+    result = _with_loops(grouped.closed, options)
+    return dataclasses.replace(result, sites=(*result.sites, *grouped.sites))
+
+
+def _with_loops(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritten:
+    """The program rewritten as it is, or with its loops over experts rolled first if more layers are found then."""
     result = _rewritten(closed, options)
     if not {"expert_loop", "dense_experts"} <= options.patterns or not may_hold_loops(closed):
         return result
@@ -117,7 +136,7 @@ def _of_loop(site: Site) -> Site:
 
 def _rewritten(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritten:
     as_written = jex.core.jaxpr_as_fun(closed)
-    if not options.patterns:
+    if not options.patterns - {RAGGED_DOT}:
         return Rewritten(as_written, ())
     modes: dict[Any, str] = {}
     denials: dict[Any, _Denial] = {}
