@@ -23,6 +23,7 @@ import jax.extend as jex
 from absl import logging
 
 from moe_xla.passes.advice import advice_for
+from moe_xla.passes.apart import with_bodies_apart
 from moe_xla.passes.recover.facts import assignments_of, choices_of, distinct_of
 from moe_xla.passes.recover.grouping import leaves_of
 from moe_xla.passes.recover.interpret import Recovery, describe
@@ -107,6 +108,23 @@ class _Emission:
 
 def rewrite_jaxpr(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritten:
     """Rewrites the Mixture-of-Experts layers of `closed`; never raises for a program that jax itself accepts."""
+    apart = with_bodies_apart(closed, lambda body, why: _rewritten_apart(body, options, why))
+    result = _with_products(apart.closed, options)
+    return dataclasses.replace(result, sites=(*apart.sites, *result.sites))
+
+
+def _rewritten_apart(body: jex.core.ClosedJaxpr, options: PassOptions, why_exact: str | None) -> Rewritten:
+    """A body that is a program of its own, rewritten as `exact` if there is a reason why only so."""
+    if why_exact is None or options.semantics == "exact":
+        return rewrite_jaxpr(body, options)
+    result = rewrite_jaxpr(body, dataclasses.replace(options, semantics="exact"))
+    return dataclasses.replace(
+        result, sites=tuple(dataclasses.replace(s, reason=s.reason or why_exact) for s in result.sites)
+    )
+
+
+def _with_products(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritten:
+    """The program rewritten, and its ragged dots on another backend."""
     if RAGGED_DOT not in options.patterns:
         return _with_loops(closed, options)
     grouped = regrouped(closed, options.backend, options.semantics)
