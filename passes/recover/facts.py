@@ -213,19 +213,36 @@ def _own_index(rank: Rank, mapping: Substitution, expert: Term) -> Term:
     return substitute(rank.index, {**mapping, **chosen})
 
 
-def offset_of(factor: Factor) -> tuple[Ein, Term] | None:
-    """(count, expert) of a factor that says where an expert's assignments begin, in an order by expert."""
+class Start(NamedTuple):
+    """Where the assignments of an expert begin in an order by expert: `node` counts them, `axis` is the expert's."""
+
+    node: Ein
+    args: tuple[Term, ...]
+    axis: int
+
+    @property
+    def expert(self) -> Term:
+        return self.args[self.axis]
+
+    @property
+    def batch(self) -> dict[Term, Term]:
+        """The places on the other axes, by the count's own variables."""
+        return {v: a for i, (v, a) in enumerate(zip(self.node.out, self.args, strict=True)) if i != self.axis}
+
+
+def offset_of(factor: Factor) -> Start | None:
+    """The start that a factor is, in an order by expert."""
     ends = factor.node
     if isinstance(ends, Pad) and (ends.low, ends.high) == (1, 0) and isinstance(ends.base, Slice):
         axis, base = ends.axis, ends.base
         whole = base.axis == axis and (base.start, base.stop) == (0, ends.shape[axis] - 1)
         if whole and isinstance(base.base, Ends) and base.base.axis == axis and isinstance(base.base.count, Ein):
-            return base.base.count, factor.args[axis]
+            return Start(base.base.count, factor.args, axis)
     return None
 
 
-def sorted_rank(graph: Graph, factor: Factor) -> tuple[Ein, Idx, Var, float] | None:
-    """(count, expert, a, constant) where a factor is `a − (first place of a's expert) + constant`.
+def sorted_rank(graph: Graph, factor: Factor) -> tuple[Start, Var, float] | None:
+    """(start, a, constant) where a factor is `a − start + constant` at the expert of `a`.
 
     It says nothing of the order: that `a` counts the places of one that is sorted by that expert is for the caller.
     """
@@ -234,14 +251,14 @@ def sorted_rank(graph: Graph, factor: Factor) -> tuple[Ein, Idx, Var, float] | N
     others = {f: c for f, c in form.atoms if not isinstance(f.node, Iota)}
     if len(places) != 1 or places[0][1] != 1 or not isinstance(places[0][0].args[0], Var):
         return None
-    found = _start_in({f: -c for f, c in others.items()})
-    if found is None or not isinstance(found[1], Idx):
+    start = _start_in({f: -c for f, c in others.items()})
+    if start is None or not isinstance(start.expert, Idx):
         return None
-    return found[0], found[1], places[0][0].args[0], form.constant
+    return start, places[0][0].args[0], form.constant
 
 
-def _start_in(atoms: dict[Factor, float]) -> tuple[Ein, Term] | None:
-    """(count, expert) where atoms add up to the first place of the expert's assignments in an order by expert."""
+def _start_in(atoms: dict[Factor, float]) -> Start | None:
+    """The start that atoms add up to."""
     if len(atoms) == 1:
         ((start, coefficient),) = atoms.items()
         return offset_of(start) if coefficient == 1 else None
@@ -249,7 +266,7 @@ def _start_in(atoms: dict[Factor, float]) -> tuple[Ein, Term] | None:
         ends = end.node
         if isinstance(ends, Ends) and ends.count is count.node and end.args == count.args and len(atoms) == 2:
             if (atoms[end], atoms[count]) == (1, -1) and isinstance(ends.count, Ein):
-                return ends.count, end.args[ends.axis]
+                return Start(ends.count, end.args, ends.axis)
     return None
 
 
@@ -257,8 +274,8 @@ _AT_LEAST = {"ge": (0, 1), "le": (1, 0)}
 _BELOW = {"lt": (0, 1), "gt": (1, 0)}
 
 
-def sorted_range(graph: Graph, factor: Factor) -> tuple[Ein, Var, Var] | None:
-    """(count, expert, a) where a condition says that `a` is a place of the expert's in an order by expert."""
+def sorted_range(graph: Graph, factor: Factor) -> tuple[Start, Var] | None:
+    """(start, a) where a condition says that `a` is a place of the expert's in an order by expert."""
     tests = {c.node.name: operands_at(c) for c in conjuncts(factor) if isinstance(c.node, Map)}
     low = next((tuple(tests[n][i] for i in where) for n, where in _AT_LEAST.items() if n in tests), None)
     high = next((tuple(tests[n][i] for i in where) for n, where in _BELOW.items() if n in tests), None)
@@ -270,11 +287,10 @@ def sorted_range(graph: Graph, factor: Factor) -> tuple[Ein, Var, Var] | None:
     ((last, other),) = end.atoms if len(end.atoms) == 1 else ((None, 0),)
     if start is None or iota is None or last is None or (one, other, place.constant, end.constant) != (1, 1, 0, 0):
         return None
-    count, expert = start
-    same_end = isinstance(last.node, Ends) and last.node.count is count and last.args == (expert,)
+    same_end = isinstance(last.node, Ends) and last.node.count is start.node and last.args == start.args
     if not same_end or not isinstance(iota.node, Iota) or not isinstance(iota.args[0], Var):
         return None
-    return (count, expert, iota.args[0]) if isinstance(expert, Var) else None
+    return (start, iota.args[0]) if isinstance(start.expert, Var) else None
 
 
 def is_count(node: Node) -> bool:

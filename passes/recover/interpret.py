@@ -45,10 +45,11 @@ from moe_xla.passes.recover.nodes import (
 )
 from moe_xla.passes.recover.passage import Passage
 from moe_xla.passes.recover.program import Step, Wire
-from moe_xla.passes.recover.rules import TABLE, Context
+from moe_xla.passes.recover.rules import TABLE, Context, searches
 from moe_xla.passes.recover.rules.elementwise import NAMES as ELEMENTWISE
 from moe_xla.passes.recover.rules.elementwise import apply, iota_axis
 from moe_xla.passes.recover.rules.ranks import queue_counts, sorted_mask, sorted_position
+from moe_xla.passes.recover.rules.searches import is_search
 from moe_xla.passes.recover.scopes import CHECKPOINTS, SCANS, Entrance, Exit, Scope
 from moe_xla.passes.recover.session import Path, Session
 from moe_xla.passes.recover.terms import Factor, Idx, IndexKey, Var, has_idx, key_of, parts_of
@@ -231,7 +232,7 @@ class Recovery:
 
     def _equation(self, eqn: Any, inputs: Sequence[Wire]) -> list[Wire]:
         name = eqn.primitive.name
-        if name in INLINED and self._is_telling(eqn.params[INLINED[name]], inputs):
+        if name in INLINED and not is_search(eqn) and self._is_telling(eqn.params[INLINED[name]], inputs):
             inner = eqn.params[INLINED[name]]
             consts = [self.constant(c) for c in getattr(inner, "consts", ())]
             self._callers.append(eqn)
@@ -442,7 +443,7 @@ class Recovery:
         )
 
     def _rule_values(self, step: Step) -> list[Value] | None:
-        name = step.name
+        name = searches.NAME if is_search(step.eqn) else step.name
         boring = all(is_boring(w.value) for w in step.inputs)
         if boring and not self._is_worthwhile(step):
             return None

@@ -38,13 +38,27 @@ def _shifted(counts):
     return jnp.concatenate([jnp.zeros(1, counts.dtype), jnp.cumsum(counts)[:-1]])
 
 
-def sort_by_expert(params, x, capacity, *, counts, starts, clamps=False):
+def _counted(counts, starts):
+    """Where experts begin, from how many assignments each has."""
+    return lambda every, ordered: starts(counts(every))
+
+
+def _searched(every, ordered):
+    return jnp.searchsorted(ordered, jnp.arange(EXPERTS))
+
+
+def _ordered_counted(every, ordered):
+    return _starts(_bincount(ordered))
+
+
+def sort_by_expert(params, x, capacity, *, begins, clamps=False):
     """Assignments sorted by expert; a slot is the place in that order, less where the expert's begin."""
     gate, index, _ = composed.softmax_normalised(params, x, CHOICES)
     expert = index.reshape(-1)
     order = jnp.argsort(expert, stable=True)
+    begin = begins(expert, expert[order])
     expert, token, gate = expert[order], order // CHOICES, gate.reshape(-1)[order]
-    slot = jnp.arange(expert.size) - starts(counts(index.reshape(-1)))[expert]
+    slot = jnp.arange(expert.size) - begin[expert]
     keep, empty = slot < capacity, jnp.zeros((EXPERTS, capacity, MODEL), x.dtype)
     if clamps:
         slot = jnp.where(keep, slot, 0)
@@ -57,10 +71,11 @@ def sort_by_expert(params, x, capacity, *, counts, starts, clamps=False):
 
 
 SORTED = {
-    "bincount": {"counts": _bincount, "starts": _starts},
-    "one_hots": {"counts": _one_hots, "starts": _shifted},
-    "segments": {"counts": _segments, "starts": _starts, "clamps": True},
-    "added": {"counts": _added, "starts": _shifted},
+    "bincount": {"begins": _counted(_bincount, _starts)},
+    "one_hots": {"begins": _counted(_one_hots, _shifted)},
+    "segments": {"begins": _counted(_segments, _starts), "clamps": True},
+    "added": {"begins": _counted(_added, _shifted)},
+    "searched": {"begins": _searched},
 }
 
 for _name, _parts in SORTED.items():
@@ -71,6 +86,21 @@ for _name, _parts in SORTED.items():
         pattern="sort_dispatch",
         dense=dense_of(composed.softmax_normalised, composed.biased, CHOICES),
     )(functools.partial(sort_by_expert, **_parts))
+
+
+@form(
+    "sort_groups",
+    "one sort by expert per group under vmap, counts of what is sorted",
+    choices=CHOICES,
+    grouped=True,
+    pattern="sort_dispatch",
+    dense=dense_of(composed.softmax_normalised, composed.biased, CHOICES),
+)
+def sort_groups(params, x, capacity):
+    def group(x):
+        return sort_by_expert(params, x, capacity, begins=_ordered_counted)[0]
+
+    return jax.vmap(group)(x), {}
 
 
 def _gathered(array, order):

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax.extend.core.primitives as prims
 
-from moe_xla.passes.recover.facts import is_count, sorted_range, sorted_rank
+from moe_xla.passes.recover.facts import Start, is_count, sorted_range, sorted_rank
 from moe_xla.passes.recover.nodes import Ein, Graph, Node, represents_exactly
 from moe_xla.passes.recover.rules.structure import read_along
 from moe_xla.passes.recover.rules.table import Context, rule
-from moe_xla.passes.recover.terms import Factor, Idx, Var, fresh, has_idx, parts_of, term_vars, vars_of
+from moe_xla.passes.recover.terms import Factor, Idx, Term, Var, fresh, has_idx, parts_of, term_vars, vars_of
 from moe_xla.passes.recover.values import NoRule, Piece, Value, in_range, masks_to_guards, plain, unconverted
 
 
@@ -59,11 +59,14 @@ def sorted_position(context: Context, eqn: Any, value: Value) -> Value | None:
     found = sorted_rank(graph, value.factor) if value.is_plain else None
     if found is None or not represents_exactly(value.dtype, value.shape[-1]):
         return None
-    count, expert, place, constant = found
-    if not any(_is_sorted(graph, order, count, expert, place) for order in graph.orders):
+    start, place, constant = found
+    assert isinstance(start.expert, Idx)
+    if not any(
+        _sorted_expert(graph, order, start, place) == unconverted(start.expert.factor) for order in graph.orders
+    ):
         return None
-    counts = context.count(expert, (), (place,), (), (), value.dtype, eqn)
-    rank = Factor(counts.node, (place, expert))
+    counts = context.count(start.expert, tuple(start.batch.values()), (place,), (), (), value.dtype, eqn)
+    rank = Factor(counts.node, (*counts.args, start.expert))
     shift = graph.lit(constant - 1, value.dtype)
     position = graph.map(prims.add_p, {}, [rank, shift], value.dtype)
     return plain(value.shape, value.pieces[0].axes, position)
@@ -75,34 +78,71 @@ def sorted_mask(context: Context, value: Value) -> Value | None:
     found = sorted_range(graph, value.factor) if value.is_plain else None
     if found is None:
         return None
-    count, expert, place = found
-    axes = value.pieces[0].axes
+    start, place = found
+    axes, expert = value.pieces[0].axes, start.expert
     for order in graph.orders:
-        there = _sorted_expert(graph, order, count, place)
-        if there is not None and set(axes) == {expert, place}:
+        there = _sorted_expert(graph, order, start, place)
+        if there is not None and set(axes) == {expert, place, *start.batch.values()}:
             chosen = Idx(there.node, there.args, expert.size)
             return Value(value.shape, value.dtype, (Piece(tuple(chosen if a == expert else a for a in axes)),))
     return None
 
 
-def _is_sorted(graph: Graph, order: Node, count: Ein, expert: Idx, place: Var) -> bool:
-    """Whether `expert` at `place` is what is counted by `count`, all of it, in the order that sorts it."""
-    there = _sorted_expert(graph, order, count, place)
-    return there is not None and there == unconverted(expert.factor)
-
-
-def _sorted_expert(graph: Graph, order: Node, count: Ein, place: Var) -> Factor | None:
-    """The expert at a place of an order, if the order sorts exactly what `count` counts."""
+def _sorted_expert(graph: Graph, order: Node, start: Start, place: Var) -> Factor | None:
+    """The expert at a place of an order, if the order sorts exactly what is counted, batch by batch."""
     key, axis = graph.orders[order]
-    counted = [t for t in count.out if isinstance(t, Idx)]
-    if order.shape != (place.size,) or count.guards or len(counted) != 1 or len(count.out) != 1:
+    count, batch = start.node, start.batch
+    counted = count.out[start.axis]
+    if count.guards or order.shape[axis] != place.size or not isinstance(counted, Idx):
         return None
-    every, whole = unconverted(counted[0].factor), unconverted(key.factor)
-    if every.node is not whole.node or set(count.binders) != set(every.args) or len(set(every.args)) != len(every.args):
+    if not all(isinstance(v, Var) and isinstance(a, Var) and a != place for v, a in batch.items()):
         return None
-    if set(whole.args) != set(term_vars(key.pieces[0].axes[axis])) or len(set(whole.args)) != len(whole.args):
+    axes = _axes_of_batch(key.pieces[0], axis, counted, count)
+    if axes is None:
+        axes = _axes_in_order(graph, order, counted, start)
+    return None if axes is None else key_in_order(graph, order, place, {i: batch[v] for i, v in axes.items()})
+
+
+def key_in_order(graph: Graph, order: Node, place: Var, batch: dict[int, Term]) -> Factor:
+    """What an order sorts, at a place of the order; `batch` are the places on the other axes."""
+    key, axis = graph.orders[order]
+    piece = key.pieces[0]
+    places = tuple(place if i == axis else batch[i] for i in range(len(order.shape)))
+    sorted_piece = read_along(graph, piece, axis, Idx(order, places, place.size))
+    names = {a: batch[i] for i, a in enumerate(piece.axes) if i != axis}
+    return unconverted(sorted_piece.substitute(names).factors[0])
+
+
+def _axes_in_order(graph: Graph, order: Node, counted: Idx, start: Start) -> dict[int, Term] | None:
+    """The same as `_axes_of_batch` where what is counted is read in the order already: each place of it once."""
+    key, axis = graph.orders[order]
+    others = [i for i in range(len(order.shape)) if i != axis]
+    if len(start.node.binders) != 1 or len(others) != len(start.batch):
         return None
-    return unconverted(read_along(graph, key.pieces[0], axis, Idx(order, (place,), place.size)).factors[0])
+    axes: dict[int, Term] = dict(zip(others, start.batch, strict=True))
+    (place,) = start.node.binders
+    if not all(isinstance(key.pieces[0].axes[i], Var) for i in others) or place.size != order.shape[axis]:
+        return None
+    return axes if key_in_order(graph, order, place, axes) == unconverted(counted.factor) else None
+
+
+def _axes_of_batch(key: Piece, sorted_axis: int, counted: Idx, count: Ein) -> dict[int, Term] | None:
+    """Which variable of a count each axis of a sorted key but the sorted one is; None unless all is counted once."""
+    every, whole = unconverted(counted.factor), unconverted(key.factors[0])
+    if (
+        every.node is not whole.node
+        or len(set(every.args)) != len(every.args)
+        or len(set(whole.args)) != len(whole.args)
+    ):
+        return None
+    inner = set(term_vars(key.axes[sorted_axis]))
+    pairs = list(zip(whole.args, every.args, strict=True))
+    if {w for w, e in pairs if e in count.binders} != inner or len(count.binders) != len(inner):
+        return None
+    meant = {w: e for w, e in pairs if w not in inner}
+    outer = {i: meant.pop(a) for i, a in enumerate(key.axes) if i != sorted_axis and a in meant}
+    is_whole = not meant and len(outer) == len(key.axes) - 1
+    return outer if is_whole and all(v in count.out for v in outer.values()) else None
 
 
 @rule("argmax")
