@@ -66,6 +66,7 @@ INLINED = {
 _REARRANGING = frozenset({"concatenate", "stack", "unstack", "split", "slice", "squeeze", "rev", "sort"})
 # What differs along an axis of theirs still does.
 _PERMUTING = frozenset({"slice", "rev", "sort"})
+_JOINING = frozenset({"concatenate", "stack"})
 STRUCTURAL = frozenset({"broadcast_in_dim", "transpose", "reshape", "squeeze", "iota"})
 
 
@@ -519,10 +520,12 @@ class Recovery:
         """Whether an operation on arrays is worth a definition: of indices, masks and literals."""
         if step.name in STRUCTURAL or _picks_choices(step) or _picks_experts(step):
             return True
-        if step.name not in ELEMENTWISE:
+        if step.name not in ELEMENTWISE and step.name not in _JOINING:
             return False
         if all(w.value is not None and literal(w.value.factor) is not None for w in step.inputs):
             return True
+        if step.name in _JOINING:
+            return False
         kinds = [w.dtype for w in (*step.inputs, *step.outputs)]
         return any(is_integer(d) or is_boolean(d) for d in kinds)
 
@@ -674,8 +677,11 @@ def is_boring(value: Value | None) -> bool:
 
 
 def _is_structured(wire: Wire) -> bool:
-    """Whether places that depend on data stand in an array, as in one-hots of chosen experts."""
-    return wire.value is not None and not wire.value.is_plain
+    """Whether places that depend on data stand in an array, as in one-hots or the matrices of chosen experts."""
+    value = wire.value
+    if value is None or not value.is_plain:
+        return value is not None
+    return is_floating(value.dtype) and any(has_idx(a) for a in value.factor.args)
 
 
 def is_sealed(value: Value) -> bool:

@@ -7,6 +7,7 @@ understood stays as it is written.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax.extend as jex
 from absl import logging
 
 from moe_xla.passes.roll.graph import inner_jaxprs, is_helper
+from moe_xla.passes.roll.recomputed import recomputed
 from moe_xla.passes.roll.scans import unscanned
 from moe_xla.passes.roll.unrolled import unrolled
 
@@ -53,10 +55,15 @@ def rolled(closed: jex.core.ClosedJaxpr) -> jex.core.ClosedJaxpr | None:
 
 def _rolled(closed: jex.core.ClosedJaxpr) -> jex.core.ClosedJaxpr | None:
     result = closed
-    steps: tuple[_Step, ...] = (_with_bodies, lambda c: _traced(c, unscanned), lambda c: _traced(c, unrolled))
+    traced = [functools.partial(_traced, step=step) for step in (_recomputed, unscanned, unrolled)]
+    steps: tuple[_Step, ...] = (traced[0], _with_bodies, *traced[1:])
     for step in steps:
         result = step(result) or result
     return None if result is closed else result
+
+
+def _recomputed(jaxpr: Any) -> Callable[[Sequence[Any]], list[Any]] | None:
+    return recomputed(jaxpr, lambda body: unrolled(body) is not None or unscanned(body) is not None)
 
 
 def _traced(

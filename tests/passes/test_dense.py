@@ -157,3 +157,19 @@ def test_one_expert_that_is_not_a_number_spoils_its_own_tokens_only():
     y = moe_xla.moe_jit(dense.gated, compiler_options=QUICK)(params, x)
     spoilt = (dense.route(params, x)[1] == 2).any(1)
     np.testing.assert_array_equal(np.isnan(y).any(1), spoilt)
+
+
+# Loops over experts in a scan over layers: the backward body computes the forward body again.
+SCANNED = (
+    *("loop_where", "loop_columns", "loop_stack_taken", "loop_list", "loop_scan"),
+    *("one_hots_summed", "gather_index", "gather_tree"),
+)
+
+
+@pytest.mark.parametrize("name", SCANNED)
+@pytest.mark.usefixtures("x64")
+def test_in_a_scan_over_layers(name):
+    def layers(params, x):
+        return jax.lax.scan(lambda x, _: (x + dense.LAYERS[name](params, x), None), x, None, length=2)[0]
+
+    _assert_rewritten(name, _step(layers), _inputs(jnp.float64), 1e-11)

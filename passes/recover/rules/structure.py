@@ -38,6 +38,7 @@ from moe_xla.passes.recover.values import (
     literal_of,
     materialised,
     normalised,
+    of_literal,
     peeled,
     plain,
     resolve,
@@ -303,9 +304,19 @@ def _padded_axis(graph: Graph, piece: Piece, i: int, low: int, high: int, dtype:
     )
 
 
+def _constant(context: Context, values: Sequence[Value], shape: Sequence[int]) -> Value | None:
+    """What parts become that hold the same number everywhere."""
+    first, *rest = (literal_of(v) for v in values)
+    if first is None or any(other is None or other != first for other in rest):
+        return None
+    return of_literal(context.graph, first, shape, values[0].dtype)
+
+
 @rule("concatenate")
 def concatenate(context: Context, eqn: Any, *values: Value) -> Value:
     axis, shape = eqn.params["dimension"], eqn.outvars[0].aval.shape
+    if (constant := _constant(context, values, shape)) is not None:
+        return constant
     _check_parts(context, values)
     if all(_has_features(context, v, axis) for v in values):
         return _side_by_side(context, eqn, values)
@@ -326,6 +337,8 @@ def concatenate(context: Context, eqn: Any, *values: Value) -> Value:
 @rule("stack")
 def stack(context: Context, eqn: Any, *values: Value) -> Value:
     axis, shape = eqn.params["axis"], eqn.outvars[0].aval.shape
+    if (constant := _constant(context, values, shape)) is not None:
+        return constant
     _check_parts(context, values)
     pieces = [
         p.replace(axes=(*p.axes[:axis], Const(k, len(values)), *p.axes[axis:]))
