@@ -29,6 +29,7 @@ from moe_xla.options import (
     require_jit_keywords,
 )
 from moe_xla.passes import pipeline
+from moe_xla.passes._jax import is_tracing
 from moe_xla.report import Report, log_unmet, require_all_rewritten
 from moe_xla.tracing import Capture, capture, is_array, is_jit_disabled, is_tracer, like, with_weak_types
 
@@ -255,11 +256,14 @@ def _rewrite(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
 
 
 def _jittable(fn: Callable[..., Any], options: Options, reports: dict[Hashable, Report]) -> Callable[..., Any]:
-    """What `moe_jit` hands to `jax.jit`: there an argument is traced if and only if it is a tracer."""
+    """What `moe_jit` hands to `jax.jit`: there an argument is traced if and only if it is a tracer.
+
+    Under `jax_debug_nans` jit also calls it to run untraced, to find the operation that made a NaN: as `fn` is written.
+    """
 
     @like(fn)
     def step(*args: Any, **kwargs: Any) -> Any:
-        if is_jit_disabled():
+        if is_jit_disabled() or not is_tracing():
             return fn(*args, **kwargs)
         outputs, report = _evaluate(fn, capture(fn, args, kwargs, is_tracer), options)
         reports[_signature(*args, **kwargs)] = report

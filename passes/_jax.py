@@ -2,7 +2,8 @@
 
 `bind_checkpoint` turns the constants of a traced body into inputs, as `jax.checkpoint` itself does; there is no public
 way to.  `source_of` needs the user's frame of an equation; `jax.extend.source_info_util` is its public place where it
-exists.
+exists.  `is_tracing` tells a call that is traced from one that runs; nothing public says so without leaving an
+equation in the trace.
 """
 
 from __future__ import annotations
@@ -13,8 +14,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import source_info_util
+from jax._src import core, source_info_util
 from jax._src.interpreters import partial_eval
+
+
+def is_tracing() -> bool:
+    """Whether some transformation is tracing, so that operations are staged or transformed and not run."""
+    return not core.trace_state_clean()
 
 
 def source_of(eqn: Any) -> str | None:

@@ -314,6 +314,15 @@ def test_inside_and_around_jit_and_itself():
     np.testing.assert_array_equal(jax.jit(outer)(X), X * 2 + 1)
 
 
+@pytest.mark.parametrize("how", [{}, {"donate_argnums": 0}])
+def test_debug_nans_runs_the_function_as_written(how):
+    def fn(x):
+        return x / x
+
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"invalid value \(nan\) encountered in div"):
+        moe_xla.moe_jit(fn, **how)(jnp.zeros(3))
+
+
 def test_strict_without_a_site_raises_from_everything():
     step = moe_xla.moe_jit(lambda x: x, strict=True)
     for use in (step, step.lower, step.trace, step.eval_shape, step.explain):
