@@ -18,6 +18,11 @@ from jax._src import core, source_info_util
 from jax._src.interpreters import partial_eval
 
 
+def array_type(aval: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of a value of type `aval`; one that is no array, as a token, counts as a single object."""
+    return tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", np.dtype(object))
+
+
 def is_tracing() -> bool:
     """Whether some transformation is tracing, so that operations are staged or transformed and not run."""
     return not core.trace_state_clean()

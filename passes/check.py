@@ -15,7 +15,7 @@ import jax.extend as jex
 import numpy as np
 from jax import numpy as jnp
 
-from moe_xla.passes._jax import bind_equation, source_of
+from moe_xla.passes._jax import array_type, bind_equation, source_of
 from moe_xla.passes.recover.interpret import Recovery, is_boring
 from moe_xla.passes.recover.nodes import is_extended, is_floating
 from moe_xla.passes.recover.program import Step, Wire
@@ -41,7 +41,7 @@ def compare_every_equation(
     """
     del options
     recovery = Recovery(Session({}, "exact", enters=False))
-    wires = [recovery.input(v.aval.shape, v.aval.dtype) for v in (*closed.jaxpr.constvars, *closed.jaxpr.invars)]
+    wires = [recovery.input(*array_type(v.aval)) for v in (*closed.jaxpr.constvars, *closed.jaxpr.invars)]
     count = len(closed.jaxpr.constvars)
     recovery.walk(closed.jaxpr, wires[:count], wires[count:])
     arrays: dict[Wire, Any] = dict(zip(wires, (*closed.consts, *inputs), strict=True))

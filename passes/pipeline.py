@@ -22,6 +22,7 @@ import jax
 import jax.extend as jex
 from absl import logging
 
+from moe_xla.passes._jax import array_type
 from moe_xla.passes.advice import advice_for
 from moe_xla.passes.apart import with_bodies_apart
 from moe_xla.passes.recover.facts import assignments_of, choices_of, distinct_of
@@ -203,8 +204,8 @@ def _recovered(
     closed: jex.core.ClosedJaxpr, recovery: Recovery, layers: dict[Any, _Layer], options: PassOptions
 ) -> _Emission | Refusal | None:
     session = recovery.session
-    inputs = [recovery.input(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
-    consts = [recovery.input(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.constvars]
+    inputs = [recovery.input(*array_type(v.aval)) for v in closed.jaxpr.invars]
+    consts = [recovery.input(*array_type(v.aval)) for v in closed.jaxpr.constvars]
     try:
         outputs = recovery.walk(closed.jaxpr, consts, inputs)
     except Exception as error:  # a fault of ours must never reach the user's step: it runs as written
@@ -291,9 +292,9 @@ def _emit(
         costs = Lowering(recovery, dict(zip(given, values, strict=True)), backend)
         return costs.results(outputs)
 
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (*closed.jaxpr.constvars, *closed.jaxpr.invars)]
+    variables = (*closed.jaxpr.constvars, *closed.jaxpr.invars)
     try:
-        program = jax.make_jaxpr(rewritten)(*avals)
+        program = jax.make_jaxpr(rewritten)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables))
     except Refusal as refusal:
         return refusal
     except NoRule as error:

@@ -15,7 +15,7 @@ import jax.extend as jex
 import jax.extend.core.primitives as prims
 import numpy as np
 
-from moe_xla.passes._jax import scan_counts, source_of
+from moe_xla.passes._jax import array_type, scan_counts, source_of
 from moe_xla.passes.recover import loads, prefix
 from moe_xla.passes.recover.branches import CONDS, BranchEntrance, Switch, SwitchExit
 from moe_xla.passes.recover.dense import DenseReader
@@ -103,7 +103,7 @@ class Recovery:
     def _note_site(self, site: Path, eqn: Any) -> None:
         session, source = self.session, self._source(eqn)
         session.sources.setdefault(site, source)
-        session.signatures[site] = (source_of(source), tuple(v.aval.shape for v in eqn.outvars))
+        session.signatures[site] = (source_of(source), tuple(array_type(v.aval)[0] for v in eqn.outvars))
         if self._recomputing:
             session.recomputed.add(site)
 
@@ -246,7 +246,7 @@ class Recovery:
         step = Step(eqn, tuple(inputs), source=self._source(eqn))
         number = self._number(eqn, inputs)
         step.outputs = tuple(
-            Wire(tuple(v.aval.shape), v.aval.dtype, step, i, number=self.session.number((number, i)))
+            Wire(*array_type(v.aval), step, i, number=self.session.number((number, i)))
             for i, v in enumerate(eqn.outvars)
         )
         if eqn.effects:
@@ -351,7 +351,7 @@ class Recovery:
         return outputs
 
     def _outer(self, scope: Scope | Switch, var: Any) -> Wire:
-        wire = self.input(var.aval.shape, var.aval.dtype)
+        wire = self.input(*array_type(var.aval))
         wire.step = scope
         return wire
 

@@ -337,7 +337,7 @@ def _structure(program: Any) -> Any:
         equations.append((eqn.primitive, freeze(eqn.params), tuple(place(a) for a in eqn.invars)))
         for var in eqn.outvars:
             places[var] = len(places)
-    avals = tuple((v.aval.shape, str(v.aval.dtype)) for v in jaxpr.invars)
+    avals = tuple(str(v.aval) for v in jaxpr.invars)
     consts = tuple(id(c) for c in getattr(program, "consts", ()))
     return (avals, consts, tuple(equations), tuple(place(a) for a in jaxpr.outvars))
 

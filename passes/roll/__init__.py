@@ -15,6 +15,7 @@ import jax
 import jax.extend as jex
 from absl import logging
 
+from moe_xla.passes._jax import array_type
 from moe_xla.passes.roll.graph import inner_jaxprs, is_helper
 from moe_xla.passes.roll.recomputed import recomputed
 from moe_xla.passes.roll.scans import unscanned
@@ -79,7 +80,7 @@ def _traced(
 
 
 def _types(jaxpr: Any) -> list[Any]:
-    return [(v.aval.shape, v.aval.dtype, getattr(v.aval, "weak_type", False)) for v in (*jaxpr.invars, *jaxpr.outvars)]
+    return [(*array_type(v.aval), getattr(v.aval, "weak_type", False)) for v in (*jaxpr.invars, *jaxpr.outvars)]
 
 
 # --- bodies of control flow
