@@ -14,10 +14,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar, overload
 
 import jax
+from jax.extend import source_info_util
 
 from moe_xla.errors import RewriteError
 from moe_xla.options import (
@@ -34,6 +36,9 @@ from moe_xla.report import Report, log_unmet, require_all_rewritten
 from moe_xla.tracing import Capture, capture, is_array, is_jit_disabled, is_tracer, like, with_weak_types
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# Source lines of the user's are those that call this file, not those in it.
+source_info_util.register_exclusion(__file__)
 
 # The attribute of a function made by `rewrite` that holds the function it was made from.
 ORIGINAL = "__moe_xla_original__"
@@ -139,13 +144,15 @@ class MoeJit:
     __wrapped__: Callable[..., Any]
 
     def __init__(self, fn: Callable[..., Any], options: Options, jit_keywords: dict[str, Any]) -> None:
-        require_callable("moe_jit", fn)
+        jax.jit(fn)  # what jit refuses is refused in its words
+        # The function's own attributes are this object's too, as with `jax.jit`, except where they would hide a method.
+        self.__dict__.update({k: v for k, v in getattr(fn, "__dict__", {}).items() if not hasattr(MoeJit, k)})
         functools.update_wrapper(self, fn, updated=())
         self.__name__ = function_name(fn)
         self._options = options
-        self._reports: dict[Hashable, Report] = {}
         self.static_keywords = {name: jit_keywords[name] for name in STATIC_KEYWORDS if name in jit_keywords}
-        self._jitted: Any = jax.jit(_jittable(fn, options, self._reports), **jit_keywords)
+        self._step = _step_of(fn, options)
+        self._jitted: Any = jax.jit(self._step, **jit_keywords)
         self._signature: Any = jax.jit(_signature_of(fn), **self.static_keywords)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +178,7 @@ class MoeJit:
     def clear_cache(self) -> None:
         """Forgets the compiled programs and the reports of all signatures."""
         self._jitted.clear_cache()
-        self._reports.clear()
+        self._step.reports.clear()
 
     def explain(self, *args: Any, **kwargs: Any) -> Report:
         """What became of each layer for these arguments (arrays or `jax.ShapeDtypeStruct`); runs and compiles nothing.
@@ -180,7 +187,7 @@ class MoeJit:
         """
         with jax.disable_jit(False):
             self._jitted.trace(*args, **kwargs)
-            return self._reports[self._signature.eval_shape(*args, **kwargs)]
+            return self._step.reports[self._signature.eval_shape(*args, **kwargs)]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else BoundMoeJit(self, instance)
@@ -255,21 +262,61 @@ def _rewrite(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     return rewritten
 
 
-def _jittable(fn: Callable[..., Any], options: Options, reports: dict[Hashable, Report]) -> Callable[..., Any]:
+class _Step:
     """What `moe_jit` hands to `jax.jit`: there an argument is traced if and only if it is a tracer.
+
+    jit keeps the traces and programs of a function as long as the function lives, whoever calls jit on it.  So one
+    `_Step` stands for a function and is kept as long as that lives, and refers to it weakly: as long as something can
+    call the step, a `MoeJit` holds the function.
 
     Under `jax_debug_nans` jit also calls it to run untraced, to find the operation that made a NaN: as `fn` is written.
     """
 
-    @like(fn)
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, fn: Callable[..., Any], options: Options) -> None:
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            if hasattr(fn, name):
+                setattr(self, name, getattr(fn, name))
+        self.__name__ = function_name(fn)
+        self.reports: dict[Hashable, Report] = {}
+        self._options = options
+        self._fn = _reference(fn)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any] | None:
+        """The function, where jax finds its signature and source."""
+        return self._fn()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fn = self.__wrapped__
+        assert fn is not None
         if is_jit_disabled() or not is_tracing():
             return fn(*args, **kwargs)
-        outputs, report = _evaluate(fn, capture(fn, args, kwargs, is_tracer), options)
-        reports[_signature(*args, **kwargs)] = report
+        outputs, report = _evaluate(fn, capture(fn, args, kwargs, is_tracer), self._options)
+        self.reports[_signature(*args, **kwargs)] = report
         return outputs
 
+
+_STEPS: weakref.WeakKeyDictionary[Callable[..., Any], dict[Options, _Step]] = weakref.WeakKeyDictionary()
+
+
+def _step_of(fn: Callable[..., Any], options: Options) -> _Step:
+    """The step of this function, the same one for every `moe_jit` of it with these options."""
+    try:
+        steps = _STEPS.setdefault(fn, {})
+    except TypeError:  # it has no hash or no weak references: nothing can be kept for it
+        return _Step(fn, options)
+    step = steps.get(options)
+    if step is None or step.__wrapped__ is not fn:  # another function may be equal to this one
+        step = steps[options] = _Step(fn, options)
     return step
+
+
+def _reference(fn: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+    """A weak reference to `fn`, if it can have one."""
+    try:
+        return weakref.ref(fn)
+    except TypeError:
+        return lambda: fn
 
 
 def _evaluate(fn: Callable[..., Any], captured: Capture, options: Options) -> tuple[Any, Report]:
@@ -324,4 +371,4 @@ def _key(argument: Any) -> Hashable:
     leaves, tree = jax.tree.flatten(argument)
     if not all(map(is_tracer, leaves)):
         return type(argument), argument
-    return tree, tuple((leaf.shape, leaf.dtype, jax.typeof(leaf).weak_type) for leaf in leaves)
+    return tree, tuple(map(jax.typeof, leaves))

@@ -100,14 +100,21 @@ def like(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[...,
 def _flatten_call(
     args: tuple[Any, ...], kwargs: dict[str, Any], is_traced: Callable[[Any], bool]
 ) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
-    """Leaves and tree of `(args, kwargs)`, where a part that holds nothing traced is one leaf, never taken apart."""
-    call = (args, kwargs)
+    """Leaves and tree of `(args, kwargs)`, where an argument that holds nothing traced is one leaf, not taken apart."""
 
-    def is_untraced_part(node: Any) -> bool:
-        is_root = node is call or node is args or node is kwargs
-        return not is_root and not any(map(is_traced, jax.tree.leaves(node)))
+    def whole_if_untraced(argument: Any) -> Any:
+        return argument if any(map(is_traced, jax.tree.leaves(argument))) else _Whole(argument)
 
-    return jax.tree.flatten(call, is_leaf=is_untraced_part)
+    call = tuple(map(whole_if_untraced, args)), {name: whole_if_untraced(kwargs[name]) for name in kwargs}
+    leaves, tree = jax.tree.flatten(call)
+    return [leaf.argument if isinstance(leaf, _Whole) else leaf for leaf in leaves], tree
+
+
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """An argument as a leaf of a pytree, whatever it is."""
+
+    argument: Any
 
 
 def _rebuilder(result: Any) -> Callable[[Sequence[jax.Array]], Any]:

@@ -1,7 +1,9 @@
 """`moe_jit` behaves as `jax.jit` does: caching, donation, shardings, static arguments, AOT; and explains itself."""
 
 import functools
+import gc
 import inspect
+import weakref
 
 import chex
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import moe_xla
+from moe_xla.passes._jax import source_of
 
 X = np.linspace(-1.0, 1.0, 6, dtype=np.float32).reshape(2, 3)
 ABSTRACT = jax.ShapeDtypeStruct(X.shape, X.dtype)
@@ -58,6 +61,55 @@ def test_call_lower_and_explain_share_one_trace(order, passes_find, rewritten_si
         do[name]()
     assert len(passes_find.options) == 1
     assert step.explain(ABSTRACT, scale=2).sites == (rewritten_site,)
+
+
+def test_functions_made_of_one_function_share_its_traces(passes_find, rewritten_site):
+    passes_find(rewritten_site)
+    fn = counted(lambda x: x + 1, 2)
+    for _ in range(3):
+        moe_xla.moe_jit(fn)(X)
+        moe_xla.moe_jit(fn, semantics="exact")(X)
+    assert moe_xla.moe_jit(fn, donate_argnums=0).explain(X).sites == (rewritten_site,)
+
+
+def test_equal_functions_that_differ_are_told_apart():
+    class Add:
+        def __init__(self, n):
+            self.n = n
+
+        def __call__(self, x):
+            return x + self.n
+
+        def __eq__(self, other):
+            return isinstance(other, Add)
+
+        def __hash__(self):
+            return 0
+
+    first, second = moe_xla.moe_jit(Add(1)), moe_xla.moe_jit(Add(2))
+    assert (first(1), second(1), first(1.0)) == (2, 3, 2.0)
+
+
+def test_functions_without_hash_or_weak_references():
+    class Slots:
+        __slots__ = ()
+        __hash__ = None
+
+        def __call__(self, x):
+            return x + 1
+
+    assert moe_xla.moe_jit(Slots()).explain(1).sites == ()
+
+
+def test_a_function_is_freed_with_its_traces():
+    def fn(x):
+        return x + 1
+
+    moe_xla.moe_jit(fn)(X)
+    alive = weakref.ref(fn)
+    del fn
+    gc.collect()
+    assert alive() is None
 
 
 def test_grad_and_vmap_around_trace_once():
@@ -220,6 +272,33 @@ def test_decorator_forms():
     assert list(inspect.signature(configured).parameters) == ["x", "n"]
     np.testing.assert_array_equal(configured(bare(X), n=2), np.tile(X + 1, 2))
     assert configured.explain(X, 2).semantics == "exact"
+
+
+def test_attributes_of_the_function_are_kept():
+    def fn(x):
+        return x
+
+    fn.version, fn.lower = 3, "an attribute that moe_jit must not take over"
+    step = moe_xla.moe_jit(fn)
+    assert step.version == 3 and step.__wrapped__ is fn and callable(step.lower)
+    assert moe_xla.moe_jit(step).version == 3 and moe_xla.moe_jit(step)(1) == 1
+
+
+def test_pytrees_are_rebuilt_of_their_own_parts():
+    partial = jax.tree_util.Partial(lambda x, y: x * y, jnp.float32(2.0))
+    np.testing.assert_array_equal(moe_xla.moe_jit(lambda f, x: f(x))(partial, X), X * 2)
+
+
+def test_tokens_pass_through(caplog):
+    step = moe_xla.moe_jit(lambda x, token: (x + 1, jax.lax.after_all(token), jax.lax.create_token()))
+    token = jax.lax.create_token()
+    np.testing.assert_array_equal(step(X, token)[0], X + 1)
+    assert step.explain(X, token).sites == () and not caplog.records
+
+
+def test_source_lines_are_the_callers():
+    (eqn,) = jax.make_jaxpr(lambda x: moe_xla.moe_jit(lambda x: x + 1)(x))(X).eqns
+    assert "test_moe_jit.py" in source_of(eqn)
 
 
 def test_partials_and_callable_objects():

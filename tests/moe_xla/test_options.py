@@ -1,6 +1,7 @@
 """Bad keywords fail where they are written, and the message names argument, value and what is allowed."""
 
 import inspect
+import re
 
 import jax
 import pytest
@@ -52,16 +53,28 @@ def test_every_keyword_of_jit_but_backend_is_accepted():
     assert moe_xla.moe_jit(identity, **defaults)(1) == 1
 
 
-@pytest.mark.parametrize("transform", [moe_xla.rewrite, moe_xla.moe_jit, moe_xla.verify])
+@pytest.mark.parametrize("transform", [moe_xla.rewrite, moe_xla.verify])
 def test_fn_must_be_callable(transform):
     with pytest.raises(TypeError, match=f"{transform.__name__}: fn must be a callable, got 3 of type int"):
         transform(3)
 
 
 def test_decorator_applied_to_something_not_callable():
-    for transform in (moe_xla.rewrite, moe_xla.moe_jit):
-        with pytest.raises(TypeError, match="fn must be a callable"):
-            transform(semantics="exact")(3)
+    with pytest.raises(TypeError, match="fn must be a callable"):
+        moe_xla.rewrite(semantics="exact")(3)
+
+
+def generator(x):
+    yield x
+
+
+@pytest.mark.parametrize("fn", [3, generator, staticmethod(identity), classmethod(identity)])
+def test_what_jit_refuses_is_refused_in_its_words(fn):
+    with pytest.raises(TypeError) as by_jit:
+        jax.jit(fn)
+    for transform in (moe_xla.moe_jit, moe_xla.moe_jit(semantics="exact")):
+        with pytest.raises(TypeError, match=re.escape(str(by_jit.value))):
+            transform(fn)
 
 
 def test_verify_validates_too():
