@@ -5,6 +5,8 @@ PYTHON ?= python3
 WORKERS ?= 2
 # How many programs `make fuzz` draws.
 N ?= 1000
+# A checkout of jax at the version installed, for `make jax-suite`.
+JAX ?= $(error make jax-suite JAX=checkout: a checkout of jax at the version installed)
 VENV := .venv
 NEWEST_VENV := .venv-newest
 # An installed extra is a stamp in its environment, so that a second run installs nothing.
@@ -14,7 +16,7 @@ NEWEST_INSTALLED := $(NEWEST_VENV)/.installed-test
 AS_INSTALLED := build/as_installed
 PYTEST := -m pytest -n $(WORKERS)
 
-.PHONY: demo test test-newest fuzz lint bench clean $(AS_INSTALLED)
+.PHONY: demo test test-newest fuzz jax-suite lint bench clean $(AS_INSTALLED)
 
 demo: $(INSTALLED)-examples
 	$(VENV)/bin/python examples/train_bytes.py $(ARGS)
@@ -30,6 +32,9 @@ test-newest: $(NEWEST_INSTALLED)
 
 fuzz: $(INSTALLED)-test
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m tests.generated $(N) $(ARGS)
+
+jax-suite: $(INSTALLED)-test
+	$(VENV)/bin/python -m tests.jax_suite $(JAX) --workers $(WORKERS) $(ARGS)
 
 lint: $(INSTALLED)-lint $(AS_INSTALLED)
 	$(VENV)/bin/ruff check

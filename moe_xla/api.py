@@ -37,7 +37,7 @@ from moe_xla.tracing import Capture, capture, is_array, is_jit_disabled, is_trac
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Source lines of the user's are those that call this file, not those in it.
+# Source lines are those of the user that call this file, not those in it.
 source_info_util.register_exclusion(__file__)
 
 # The attribute of a function made by `rewrite` that holds the function it was made from.
