@@ -19,7 +19,6 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar, overload
 
 import jax
-from jax.extend import source_info_util
 
 from moe_xla.errors import RewriteError
 from moe_xla.options import (
@@ -31,14 +30,13 @@ from moe_xla.options import (
     require_jit_keywords,
 )
 from moe_xla.passes import pipeline
-from moe_xla.passes._jax import is_tracing
+from moe_xla.passes._jax import api_boundary, hide_frames, is_tracing
 from moe_xla.report import Report, log_unmet, require_all_rewritten
 from moe_xla.tracing import Capture, capture, is_array, is_jit_disabled, is_tracer, like, with_weak_types
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Source lines are those of the user that call this file, not those in it.
-source_info_util.register_exclusion(__file__)
+hide_frames(__file__)
 
 # The attribute of a function made by `rewrite` that holds the function it was made from.
 ORIGINAL = "__moe_xla_original__"
@@ -155,22 +153,26 @@ class MoeJit:
         self._jitted: Any = jax.jit(self._step, **jit_keywords)
         self._signature: Any = jax.jit(_signature_of(fn), **self.static_keywords)
 
+    @api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step, compiling it on the first call with a signature."""
         if self._options.check:
             _check_call(self.__wrapped__, args, kwargs, self._options)
         return self._jitted(*args, **kwargs)
 
+    @api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step for the arguments (arrays or `jax.ShapeDtypeStruct`): as of `jax.jit`."""
         lowered: jax.stages.Lowered = self._jitted.lower(*args, **kwargs)
         return lowered
 
+    @api_boundary
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the step for the arguments: as of `jax.jit`."""
         traced: jax.stages.Traced = self._jitted.trace(*args, **kwargs)
         return traced
 
+    @api_boundary
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the step's outputs: as of `jax.jit`."""
         return self._jitted.eval_shape(*args, **kwargs)
@@ -180,6 +182,7 @@ class MoeJit:
         self._jitted.clear_cache()
         self._step.reports.clear()
 
+    @api_boundary
     def explain(self, *args: Any, **kwargs: Any) -> Report:
         """What became of each layer for these arguments (arrays or `jax.ShapeDtypeStruct`); runs and compiles nothing.
 

@@ -17,13 +17,12 @@ import jax
 import jax.extend as jex
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import source_info_util
 from jax.extend.core.primitives import convert_element_type_p
 
 from moe_xla.options import function_name
+from moe_xla.passes._jax import hide_frames
 
-# Source lines are those of the user that call this file, not those in it.
-source_info_util.register_exclusion(__file__)
+hide_frames(__file__)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,8 @@
 `bind_checkpoint` turns the constants of a traced body into inputs, as `jax.checkpoint` itself does; there is no public
 way to.  `source_of` needs the user's frame of an equation; `jax.extend.source_info_util` is its public place where it
 exists.  `is_tracing` tells a call that is traced from one that runs; nothing public says so without leaving an
-equation in the trace.
+equation in the trace.  `hide_frames` and `api_boundary` keep our frames out of the tracebacks of the user's errors, as
+jax does with its own; only the half for source lines is public.
 """
 
 from __future__ import annotations
@@ -14,8 +15,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import core, source_info_util
+from jax._src import core, source_info_util, traceback_util
 from jax._src.interpreters import partial_eval
+
+# A decorator: jax leaves its own and hidden frames out of the traceback of an error that leaves the function.
+api_boundary = traceback_util.api_boundary
+
+
+def hide_frames(file: str) -> None:
+    """Code in `file` is no user's code: jax leaves it out of source lines and of filtered tracebacks."""
+    source_info_util.register_exclusion(file)
+    traceback_util.register_exclusion(file)
 
 
 def array_type(aval: Any) -> tuple[tuple[int, ...], Any]:

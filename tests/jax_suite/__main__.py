@@ -118,7 +118,8 @@ def command(file: str, kind: str, outcomes: pathlib.Path, settings: Settings) ->
     config, plugin = checkout / "pyproject.toml", f"{__package__}.plugin"
     selected = ["-k", settings.select] if settings.select else []
     jit = [f"--jit={kind}", f"--outcomes={outcomes.resolve()}"]
-    quiet = ["-q", "-p", "no:cacheprovider", "--tb=short"]
+    # Some tests capture what is printed themselves.
+    quiet = ["-q", "-p", "no:cacheprovider", "--tb=short", "--capture=no"]
     pytest = [sys.executable, "-m", "pytest", "-p", plugin, "-c", str(config), f"--rootdir={checkout}"]
     return [*pytest, *jit, *quiet, *selected, str(checkout / "tests" / file)]
 

@@ -21,14 +21,13 @@ from typing import Any
 
 import pytest
 from absl import logging
-from jax.extend import source_info_util
 
 import moe_xla
 import moe_xla.api
 from moe_xla.passes import pipeline
+from moe_xla.passes._jax import api_boundary, hide_frames
 
-# Source lines are those of the tests.
-source_info_util.register_exclusion(__file__)
+hide_frames(__file__)
 
 JIT, MOE_JIT = "jit", "moe_jit"
 # Where tests find jit: module and attribute.
@@ -126,6 +125,7 @@ def _count(outcomes: Outcomes) -> None:
         outcomes.counts["made"] += 1
         make(self, *args, **kwargs)
 
+    @api_boundary
     @functools.wraps(call)
     def counted_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         outcomes.counts["called"] += 1

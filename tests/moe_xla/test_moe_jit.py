@@ -301,6 +301,17 @@ def test_source_lines_are_the_callers():
     assert "test_moe_jit.py" in source_of(eqn)
 
 
+def test_tracebacks_of_the_users_errors_have_no_frames_of_ours():
+    def fails(x):
+        raise ValueError("the user's own")
+
+    step = moe_xla.moe_jit(fails)
+    for use in (step, step.lower, step.trace, step.eval_shape, step.explain):
+        with pytest.raises(ValueError) as raised:
+            use(X)
+        assert {entry.path.name for entry in raised.traceback} == {"test_moe_jit.py"}
+
+
 def test_partials_and_callable_objects():
     class Scale:
         """Multiplies."""
