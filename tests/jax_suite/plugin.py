@@ -13,12 +13,12 @@ from __future__ import annotations
 import collections
 import functools
 import importlib
-import inspect
 import json
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import pytest
 from absl import logging
 
@@ -30,8 +30,8 @@ from moe_xla.passes._jax import api_boundary, hide_frames
 hide_frames(__file__)
 
 JIT, MOE_JIT = "jit", "moe_jit"
-# Where tests find jit: module and attribute.
-NAMES = (("jax", "jit"), ("jax._src.api", "jit"), ("jax._src.pjit", "pjit"))
+# The modules where tests find jit; `pjit`, deprecated, is another function and stays.
+MODULES = ("jax", "jax._src.api")
 # jax's helpers for tests hand functions of tests to jit, so they count as tests.
 TEST_HELPERS = ("jax._src.test_util", "jax._src.internal_test_util", "jax.test_util")
 INTERNAL_FAILURES = ("internal failure of the", "loops over experts stay as written:")
@@ -48,8 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
     outcomes = Outcomes(config.getoption("--outcomes"))
     config.pluginmanager.register(outcomes)
     if config.getoption("--jit") == MOE_JIT:
-        for module, name in NAMES:
-            _replace(importlib.import_module(module), name)
+        jit = replacement(jax.jit)
+        for module in MODULES:
+            importlib.import_module(module).jit = jit
         _count(outcomes)
     importlib.import_module("jax._src.test_util")
 
@@ -91,16 +92,12 @@ class Outcomes:
 
 def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
     """A function that is `original` for jax's own modules and `moe_jit` for all others."""
-    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def jit(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if _is_internal(caller) or "backend" in kwargs:  # moe_jit has another `backend`
             return original(*args, **kwargs)
-        if len(args) > 1:  # of the deprecated pjit alone; shardings by position
-            kwargs = signature.bind(*args, **kwargs).arguments
-            args = (kwargs.pop("fun"),)
         return moe_xla.moe_jit(*args, **kwargs)
 
     return jit
@@ -109,10 +106,6 @@ def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
 def _is_internal(module: str) -> bool:
     package = module.partition(".")[0]
     return package in ("jax", "moe_xla") and not module.startswith(TEST_HELPERS)
-
-
-def _replace(module: Any, name: str) -> None:
-    setattr(module, name, replacement(getattr(module, name)))
 
 
 def _count(outcomes: Outcomes) -> None:
