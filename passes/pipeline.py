@@ -109,6 +109,8 @@ class _Emission:
 
 def rewrite_jaxpr(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritten:
     """Rewrites the Mixture-of-Experts layers of `closed`; never raises for a program that jax itself accepts."""
+    if _has_symbolic_sizes(closed):
+        return Rewritten(jex.core.jaxpr_as_fun(closed), ())
     apart = with_bodies_apart(closed, lambda body, why: _rewritten_apart(body, options, why))
     result = _with_products(apart.closed, options)
     return dataclasses.replace(result, sites=(*apart.sites, *result.sites))
@@ -171,6 +173,12 @@ def _rewritten(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritten:
         _step_down(session, result, modes, denials, options.semantics)
 
 
+def _has_symbolic_sizes(closed: jex.core.ClosedJaxpr) -> bool:
+    """Whether the program is traced for any size, as `jax.export` does; index notation needs numbers."""
+    variables = (*closed.jaxpr.constvars, *closed.jaxpr.invars)
+    return any(not isinstance(size, int) for v in variables for size in array_type(v.aval)[0])
+
+
 @contextlib.contextmanager
 def _room_for_graphs() -> Iterator[None]:
     """Settings of Python for a large graph of live nodes.
@@ -204,9 +212,9 @@ def _recovered(
     closed: jex.core.ClosedJaxpr, recovery: Recovery, layers: dict[Any, _Layer], options: PassOptions
 ) -> _Emission | Refusal | None:
     session = recovery.session
-    inputs = [recovery.input(*array_type(v.aval)) for v in closed.jaxpr.invars]
-    consts = [recovery.input(*array_type(v.aval)) for v in closed.jaxpr.constvars]
     try:
+        inputs = [recovery.input(*array_type(v.aval)) for v in closed.jaxpr.invars]
+        consts = [recovery.input(*array_type(v.aval)) for v in closed.jaxpr.constvars]
         outputs = recovery.walk(closed.jaxpr, consts, inputs)
     except Exception as error:  # a fault of ours must never reach the user's step: it runs as written
         if not session.sources:

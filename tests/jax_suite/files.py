@@ -56,8 +56,15 @@ KNOWN: dict[str, str] = {
     "JitTest::test_fun_name": PRIVATE,
     "JitTest::test_jit_repr*": "compares the text of repr, which names the type",
     "JitTest::test_jit_of_nonweakreferenceable_function": "moe_jit takes functions without weak references",
-    "APITest::test_cache_miss_explanations_*": TWO_TRACES,
+    "*::test_cache_miss_explanations_*": TWO_TRACES,
     "APITest::test_user_trace_context_hooks": TWO_TRACES,
+    "ShardMapTest::test_different_devices_shmap_abstract_mesh_cache_hit": TWO_TRACES,
+    "PJitTest::test_jax_set_mesh_trace_only_once": TWO_TRACES,
+    "ArrayPjitTest::test_different_devices_wsc_abstract_mesh_cache_hit": TWO_TRACES,
+    "ArrayPjitTest::test_wsc_aval_cache_hit": TWO_TRACES,
+    "ShardingInTypesTest::test_changing_abstract_device": TWO_TRACES,
+    "ShardingInTypesTest::test_compilation_cache_miss_when_devices_change": TWO_TRACES,
+    "ShardingInTypesTest::test_eval_shape_jitted_fun_cache_hit": TWO_TRACES,
     "APITest::test_eval_shape_trace_cache_share": "moe_jit traces another program than jax.eval_shape of the function",
 }
 

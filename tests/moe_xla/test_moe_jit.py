@@ -289,6 +289,14 @@ def test_pytrees_are_rebuilt_of_their_own_parts():
     np.testing.assert_array_equal(moe_xla.moe_jit(lambda f, x: f(x))(partial, X), X * 2)
 
 
+def test_sizes_may_be_symbols(caplog):
+    (b,) = jax.export.symbolic_shape("b")
+    step = moe_xla.moe_jit(lambda x, w: jnp.argmax(x @ w, axis=1) + jnp.ones(x.shape[0]))
+    exported = jax.export.export(step)(jax.ShapeDtypeStruct((b, 3), jnp.float32), jnp.eye(3))
+    np.testing.assert_array_equal(exported.call(X, jnp.eye(3)), X.argmax(1) + 1)
+    assert not caplog.records
+
+
 def test_tokens_pass_through(caplog):
     step = moe_xla.moe_jit(lambda x, token: (x + 1, jax.lax.after_all(token), jax.lax.create_token()))
     token = jax.lax.create_token()
