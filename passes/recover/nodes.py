@@ -21,6 +21,7 @@ import jax.extend.core.primitives as prims
 import numpy as np
 from jax import numpy as jnp
 
+from moe_xla.passes._jax import array_type
 from moe_xla.passes.recover.literals import evaluate
 from moe_xla.passes.recover.terms import (
     Const,
@@ -337,9 +338,9 @@ def _structure(program: Any) -> Any:
         equations.append((eqn.primitive, freeze(eqn.params), tuple(place(a) for a in eqn.invars)))
         for var in eqn.outvars:
             places[var] = len(places)
-    avals = tuple(str(v.aval) for v in jaxpr.invars)
+    types = ((shape, str(dtype)) for shape, dtype in (array_type(v.aval) for v in jaxpr.invars))
     consts = tuple(id(c) for c in getattr(program, "consts", ()))
-    return (avals, consts, tuple(equations), tuple(place(a) for a in jaxpr.outvars))
+    return (tuple(types), consts, tuple(equations), tuple(place(a) for a in jaxpr.outvars))
 
 
 def represents_exactly(dtype: object, count: int) -> bool:
