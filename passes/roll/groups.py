@@ -219,10 +219,14 @@ class Places:
     # --- lists of arrays
 
     def _find_lists(self) -> bool:
-        """Inputs of one type that are used alike: the arrays that a loop reads from a Python list."""
+        """Inputs of one type that are used alike: the arrays that a loop reads from a Python list.
+
+        Two arrays of which a loop reads entry after entry are used alike too, but are no list.
+        """
         origins: dict[Value, tuple[Value, Any]] = {}
+        stacked = {g.operands[0] for g in self._groups.values() if _is_sliced(g)}
         for value, others in _by_type(self.graph.inputs).items():
-            if len(others) > 1 and value not in self.listed and value not in self.shared:
+            if len(others) > 1 and value not in self.listed and value not in self.shared and value not in stacked:
                 origins[value] = (value, ())
         if not origins:
             return False
@@ -283,7 +287,7 @@ class Places:
         if key not in self._colours:
             uses = []
             for op, place in value.users:
-                if op.name in _MIXING or op.key is None or depth == 0:
+                if (op.name in _MIXING and not _adds_bias(op)) or op.key is None or depth == 0:
                     uses.append(hash(op.name))
                 else:
                     uses.append(hash((op.key, place, *(self._colour(v, depth - 1) for v in op.outputs))))
@@ -304,6 +308,23 @@ def entry_read(op: Op) -> tuple[int, int] | None:
     if len(cut) != 1 or sizes[cut[0]] != 1 or not 0 <= int(starts[cut[0]]) < shape[cut[0]]:
         return None
     return cut[0], int(starts[cut[0]])
+
+
+def _is_sliced(group: Group) -> bool:
+    """Whether a group is several entries of an array, each read by a slice of its own."""
+    return group.kind == "entries" and group.is_range and len({v.op for (v,) in group.members.values()}) > 1
+
+
+def _adds_bias(op: Op) -> bool:
+    """Whether an operation adds an input that is smaller than its result, which an expert does within its own work."""
+    return op.name == "add" and any(_is_smaller_input(v, op.outputs[0].aval.size) for v in op.inputs)
+
+
+def _is_smaller_input(value: Value, size: int) -> bool:
+    """Whether a value is an input of fewer elements than `size`, however it is laid out."""
+    while value.op is not None and len(value.op.inputs) == 1:
+        value = value.op.inputs[0]
+    return value.op is None and value.held is None and value.aval.size < size
 
 
 def _repeated(pairs: Iterable[tuple[int, int]]) -> set[int]:

@@ -32,6 +32,7 @@ def _params(experts, seed=0):
         "w1": normal(experts, WIDTH, HIDDEN),
         "w3": normal(experts, WIDTH, HIDDEN),
         "b1": normal(experts, HIDDEN),
+        "b3": normal(experts, HIDDEN),
         "w2": normal(experts, HIDDEN, WIDTH),
         "b2": normal(experts, WIDTH),
     }
@@ -65,6 +66,11 @@ def _gated(p, x):
     return (jax.nn.silu(x @ p["w1"]) * (x @ p["w3"])) @ p["w2"]
 
 
+def _gated_with_biases(p, x):
+    """Two arrays of each shape in one expert, which no sum tells apart."""
+    return (jax.nn.silu(x @ p["w1"] + p["b1"]) * (x @ p["w3"] + p["b3"])) @ p["w2"]
+
+
 def _at(params, e):
     return {k: v[e] for k, v in params.items() if k != "router"}
 
@@ -90,6 +96,14 @@ def unrolled_onto_residual(params, x):
     y = x
     for e in range(_count(params)):
         y = y + combine[:, e, None] * _gated(_at(params, e), x)
+    return y
+
+
+def unrolled_with_two_biases(params, x):
+    combine = _combine(params, x)
+    y = jnp.zeros_like(x)
+    for e in range(_count(params)):
+        y = y + combine[:, e, None] * _gated_with_biases(_at(params, e), x)
     return y
 
 
@@ -187,6 +201,14 @@ def listed_gated(params, x):
     y = x
     for e, p in enumerate(params["experts"]):
         y = y + combine[:, e, None] * _gated({k: v.astype(x.dtype) for k, v in p.items()}, x)
+    return y
+
+
+def listed_with_two_biases(params, x):
+    combine = _combine(params, x)
+    y = jnp.zeros_like(x)
+    for e, p in enumerate(params["experts"]):
+        y = y + combine[:, e, None] * _gated_with_biases(p, x)
     return y
 
 
@@ -314,6 +336,7 @@ def within_cond(params, x):
 UNROLLED = (
     unrolled_top_k,
     unrolled_onto_residual,
+    unrolled_with_two_biases,
     unrolled_by_sum,
     unrolled_top1_where,
     unrolled_where_onto_residual,
@@ -326,7 +349,7 @@ UNROLLED = (
     unstacked_weights,
     jitted_experts,
 )
-LISTED = (listed, listed_gated, listed_where)
+LISTED = (listed, listed_gated, listed_with_two_biases, listed_where)
 SCANNED = (
     scanned_top_k,
     scanned_combine,
