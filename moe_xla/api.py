@@ -31,7 +31,7 @@ from moe_xla.options import (
 )
 from moe_xla.passes import pipeline
 from moe_xla.passes._jax import api_boundary, hide_frames, is_tracing
-from moe_xla.report import Report, log_unmet, require_all_rewritten
+from moe_xla.report import Report, log_unjudged, log_unmet, require_all_rewritten
 from moe_xla.tracing import Capture, capture, is_array, is_jit_disabled, is_tracer, like, with_weak_types
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,6 +51,7 @@ def rewrite(
     patterns: Iterable[str] | None = ...,
     backend: str = ...,
     strict: bool = ...,
+    probe: bool = ...,
 ) -> F: ...
 @overload
 def rewrite(
@@ -61,6 +62,7 @@ def rewrite(
     patterns: Iterable[str] | None = ...,
     backend: str = ...,
     strict: bool = ...,
+    probe: bool = ...,
 ) -> Callable[[F], F]: ...
 def rewrite(
     fn: Any = None,
@@ -70,6 +72,7 @@ def rewrite(
     patterns: Iterable[str] | None = None,
     backend: str = "auto",
     strict: bool = False,
+    probe: bool = False,
 ) -> Any:
     """A function that computes what `fn` does, with its naive Mixture-of-Experts layers as grouped matmuls.
 
@@ -90,12 +93,16 @@ def rewrite(
       backend: name of the backend of `moe_xla.ops` that runs the grouped matmuls, or `"auto"`.
       strict: raise if a layer is refused or none is found; otherwise a refused layer runs as written, and a warning
         is logged with the reason and the source line.
+      probe: also compare each layer with its replacement on random numbers, forward and backward, when `fn` is traced,
+        and refuse it where they differ.  The arguments are not read, only their shapes and dtypes.  Compiles and runs
+        one more program; a program too large to be run twice is not probed, which the report says of each site
+        (`Site.probed`).
 
     Raises:
       TypeError, ValueError: at decoration, for a bad argument.
       RewriteError: at the call, for `strict` and in checked mode.
     """
-    options = parse_options("rewrite", semantics, patterns, backend, strict)
+    options = parse_options("rewrite", semantics, patterns, backend, strict, probe)
     if fn is None:
         return functools.partial(_rewrite, options=options)
     return _rewrite(fn, options)
@@ -109,12 +116,13 @@ def moe_jit(
     patterns: Iterable[str] | None = None,
     backend: str = "auto",
     strict: bool = False,
+    probe: bool = False,
     **jit_keywords: Any,
 ) -> Any:
     """`jax.jit` of `rewrite(fn)`: a `MoeJit`, or a decorator that makes one if `fn` is not given.
 
     Args:
-      fn, semantics, patterns, backend, strict: as for `rewrite`.  `backend` is a backend of `moe_xla.ops`; the
+      fn, semantics, patterns, backend, strict, probe: as for `rewrite`.  `backend` is a backend of `moe_xla.ops`; the
         deprecated keyword of `jax.jit` with this name is not available.
       **jit_keywords: every other keyword of `jax.jit`, with its meaning there.
 
@@ -124,7 +132,7 @@ def moe_jit(
       TypeError, ValueError: at decoration, for a bad argument.
       RewriteError: from the call and from `lower`, `trace`, `eval_shape` and `explain`, for `strict`.
     """
-    options = parse_options("moe_jit", semantics, patterns, backend, strict)
+    options = parse_options("moe_jit", semantics, patterns, backend, strict, probe)
     require_jit_keywords("moe_jit", jit_keywords)
     if fn is None:
         return functools.partial(MoeJit, options=options, jit_keywords=jit_keywords)
@@ -248,6 +256,11 @@ def checked_differences(captured: Capture, options: pipeline.PassOptions) -> tup
     return tuple(check.compare_every_equation(captured.closed, captured.inputs, options))
 
 
+def compared_sites(captured: Capture, options: pipeline.PassOptions) -> pipeline.Rewritten:
+    """The sites of a capture, each compared with the layer as written on the capture's own inputs."""
+    return pipeline.compare_sites(captured.closed, captured.inputs, options)
+
+
 def _rewrite(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     require_callable("rewrite", fn)
 
@@ -326,6 +339,7 @@ def _evaluate(fn: Callable[..., Any], captured: Capture, options: Options) -> tu
     rewritten = pipeline.rewrite_jaxpr(captured.closed, options.passes)
     report = Report(function_name(fn), options.passes.semantics, rewritten.sites)
     log_unmet(report)
+    log_unjudged(report.function, rewritten.outcomes)
     if options.strict:
         require_all_rewritten(report)
     outputs = with_weak_types(rewritten.evaluate(*captured.inputs), captured.closed)

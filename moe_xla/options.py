@@ -21,7 +21,7 @@ CHECK_VARIABLE = "MOE_XLA_CHECK"
 STATIC_KEYWORDS = ("static_argnums", "static_argnames")
 # `backend` names the backend of moe_xla.ops here; jit's own keyword of that name is deprecated.
 JIT_KEYWORDS = tuple(name for name in inspect.signature(jax.jit).parameters if name not in ("fun", "backend"))
-OWN_KEYWORDS = ("semantics", "patterns", "backend", "strict")
+OWN_KEYWORDS = ("semantics", "patterns", "backend", "strict", "probe")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +34,22 @@ class Options:
 
 
 def parse_options(
-    api: str, semantics: str, patterns: Iterable[str] | None, backend: str, strict: bool = False
+    api: str,
+    semantics: str,
+    patterns: Iterable[str] | None,
+    backend: str,
+    strict: bool = False,
+    probe: bool = False,
 ) -> Options:
     """The validated `Options` of a call of `api`, the name that errors are raised under."""
     _require_member(api, "semantics", semantics, pipeline.SEMANTICS)
     _require_member(api, "backend", backend, (AUTO, *BACKENDS))
-    if not isinstance(strict, bool):
-        raise TypeError(f"{api}: strict must be True or False, got {strict!r}")
-    passes = pipeline.PassOptions(semantics=semantics, patterns=_pattern_set(api, patterns), backend=backend)
+    for name, value in (("strict", strict), ("probe", probe)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{api}: {name} must be True or False, got {value!r}")
+    passes = pipeline.PassOptions(
+        semantics=semantics, patterns=_pattern_set(api, patterns), backend=backend, probe=probe
+    )
     return Options(passes, strict, check=_check_requested(api))
 
 

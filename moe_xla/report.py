@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from absl import logging
 
 from moe_xla.errors import RewriteError
+from moe_xla.passes.probe import Outcome
 from moe_xla.passes.site import REWRITTEN, Site
 
 _HEADERS = (
@@ -40,12 +41,19 @@ class Report:
             return f"{self.function}: no Mixture-of-Experts layer found; the program is unchanged"
         count = f"{len(self.sites)} Mixture-of-Experts layer{'s' if len(self.sites) > 1 else ''}"
         table = format_table(_HEADERS, [_row(number, site) for number, site in enumerate(self.sites, 1)])
-        return "\n".join([f"{self.function}: {count}, {self.semantics} asked for", table, *self.unmet()])
+        return "\n".join(
+            [f"{self.function}: {count}, {self.semantics} asked for", table, *self.unmet(), *self.probed()]
+        )
 
     def unmet(self) -> tuple[str, ...]:
         """One line for each site that is not what was asked for: what it is, why, and the line that stopped it."""
         numbered = enumerate(self.sites, 1)
         return tuple(_unmet_line(number, site) for number, site in numbered if not self._is_met(site))
+
+    def probed(self) -> tuple[str, ...]:
+        """One line for each rewritten site whose numbers were asked for: how they compare with the layer as written."""
+        numbered = enumerate(self.sites, 1)
+        return tuple(f"site {number} on probes: {site.probed}" for number, site in numbered if site.probed)
 
     def to_json(self) -> str:
         """The report as a JSON object with the keys `function`, `semantics` and `sites` (the fields of `Site`)."""
@@ -59,6 +67,13 @@ def log_unmet(report: Report) -> None:
     """Warns of each site that is not what was asked for."""
     for line in report.unmet():
         logging.warning("moe_xla: %s: %s", report.function, line)
+
+
+def log_unjudged(function: str, outcomes: Iterable[Outcome | None]) -> None:
+    """Warns of each site that was to be probed where nothing could be compared."""
+    for number, outcome in enumerate(outcomes, 1):
+        if outcome is not None and not outcome.is_judged:
+            logging.warning("moe_xla: %s: probe of site %d: %s", function, number, outcome)
 
 
 def require_all_rewritten(report: Report) -> None:

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_xla.api import ORIGINAL, BoundMoeJit, MoeJit, checked_differences, moe_jit
+from moe_xla.api import ORIGINAL, BoundMoeJit, MoeJit, checked_differences, compared_sites, moe_jit
 from moe_xla.options import parse_options, require_callable
+from moe_xla.passes import pipeline
 from moe_xla.report import Report, format_table
-from moe_xla.tracing import capture, is_array
+from moe_xla.tracing import Capture, capture, is_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,26 @@ class OutputDifference:
 
 
 @dataclasses.dataclass(frozen=True)
+class SiteComparison:
+    """How one layer compares with its replacement on the same inputs, whatever other layers do.
+
+    Attributes:
+      site: number of the site in the report, from 1.
+      error: largest difference, relative to the layer as written, of the arrays that stand for its rows (root mean
+        squares of an array).
+      arrays: how many such arrays were compared.
+      differs: whether they differ by more than rounding explains, or one token's rows move those of others.
+      text: the same in words, or why nothing could be compared.
+    """
+
+    site: int
+    error: float
+    arrays: int
+    differs: bool
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Verification:
     """Result of `verify`.
 
@@ -45,11 +66,13 @@ class Verification:
       outputs: one `OutputDifference` for each output array.
       report: what became of each layer; without a site both runs are the same program.
       different_equations: one line for each equation whose rewritten value differs, if `every_equation` was asked.
+      sites: one `SiteComparison` for each rewritten layer.
     """
 
     outputs: tuple[OutputDifference, ...]
     report: Report
     different_equations: tuple[str, ...] = ()
+    sites: tuple[SiteComparison, ...] = ()
 
     @property
     def max_abs(self) -> float:
@@ -62,15 +85,19 @@ class Verification:
         return max((output.max_rel for output in self.outputs), default=0.0)
 
     def ok(self, rtol: float = 1e-5, atol: float = 0.0) -> bool:
-        """Whether each output is within `atol` or within `rtol` of its array's magnitude, and no equation differs."""
+        """Whether each output is within `atol` or within `rtol` of its array's magnitude, and nothing else differs.
+
+        An equation, and a site by itself, is judged by what its own dtypes explain, not by `rtol`.
+        """
         within = all(output.max_abs <= atol or output.max_rel <= rtol for output in self.outputs)
-        return within and not self.different_equations
+        return within and not self.different_equations and not any(site.differs for site in self.sites)
 
     def __str__(self) -> str:
         rows = [(out.path, out.type, f"{out.max_abs:.3g}", f"{out.max_rel:.3g}") for out in self.outputs]
         rows.append(("all", "", f"{self.max_abs:.3g}", f"{self.max_rel:.3g}"))
         table = format_table(("output", "type", "max abs error", "max rel error"), rows)
-        return "\n".join([table, *self.different_equations, str(self.report)])
+        sites = [f"site {site.site} on these inputs: {site.text}" for site in self.sites]
+        return "\n".join([table, *self.different_equations, str(self.report), *sites])
 
 
 def verify(
@@ -87,8 +114,10 @@ def verify(
 ) -> Verification:
     """Runs `fn` as written and rewritten, each under `jax.jit`, on the same arguments, and compares the outputs.
 
-    With `semantics="dropless"` the outputs differ wherever `fn` drops assignments, and rightly so.  Nothing is
-    donated: both runs need the arguments.
+    With `semantics="dropless"` the outputs differ wherever `fn` drops assignments, and rightly so.  Each rewritten
+    layer is also compared by itself, in the exact semantics whichever is asked for: what it computes, forward and
+    backward, from the very arrays that the layer as written is given, and what one token's rows move (see `probe` of
+    `moe_xla.rewrite`).  Nothing is donated: both runs need the arguments.
 
     Args:
       fn: the function; for one made by `moe_jit` or `rewrite`, what it was made from (with its static arguments).
@@ -107,10 +136,23 @@ def verify(
     expected = jax.jit(fn, **static)(*args, **kwargs)
     rewritten = moe_jit(fn, semantics=semantics, patterns=patterns, backend=backend, **static)
     actual = rewritten(*args, **kwargs)
+    report = rewritten.explain(*args, **kwargs)
     differences: tuple[str, ...] = ()
-    if every_equation:
-        differences = checked_differences(capture(fn, args, kwargs, is_array), options.passes)
-    return Verification(_differences(expected, actual), rewritten.explain(*args, **kwargs), differences)
+    sites: tuple[SiteComparison, ...] = ()
+    if every_equation or report.sites:
+        captured = capture(fn, args, kwargs, is_array)
+        differences = checked_differences(captured, options.passes) if every_equation else ()
+        sites = _site_comparisons(captured, options.passes) if report.sites else ()
+    return Verification(_differences(expected, actual), report, differences, sites)
+
+
+def _site_comparisons(captured: Capture, options: pipeline.PassOptions) -> tuple[SiteComparison, ...]:
+    outcomes = enumerate(compared_sites(captured, options).outcomes, 1)
+    return tuple(
+        SiteComparison(number, outcome.error, outcome.arrays, outcome.difference is not None, str(outcome))
+        for number, outcome in outcomes
+        if outcome is not None
+    )
 
 
 def _as_written(

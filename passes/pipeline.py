@@ -5,17 +5,19 @@ inputs to the flat outputs of that jaxpr, and the `Site` values found.  When not
 evaluates the jaxpr as it is, equation by equation.
 
 A site that cannot be rewritten as asked is tried again as `exact`, then left as it is written; each step down is a
-reason in its `Site`.
+reason in its `Site`.  With `probe`, one whose numbers differ from the layer as written is such a site.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +27,7 @@ from absl import logging
 from moe_xla.passes._jax import array_type
 from moe_xla.passes.advice import advice_for
 from moe_xla.passes.apart import with_bodies_apart
+from moe_xla.passes.probe import Outcome, Plan, probe
 from moe_xla.passes.recover.facts import assignments_of, choices_of, distinct_of
 from moe_xla.passes.recover.grouping import leaves_of
 from moe_xla.passes.recover.interpret import Recovery, describe
@@ -62,14 +65,19 @@ class PassOptions:
     semantics: str = "dropless"
     patterns: frozenset[str] = frozenset(PATTERNS)
     backend: str = "auto"
+    probe: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Rewritten:
-    """A rewritten program: `evaluate(*flat_inputs) -> flat_outputs`, and what was found in it."""
+    """A rewritten program: `evaluate(*flat_inputs) -> flat_outputs`, and what was found in it.
+
+    `outcomes` says of each site how its numbers compare with the layer as written, where that was asked.
+    """
 
     evaluate: Callable[..., Sequence[jax.Array]]
     sites: tuple[Site, ...]
+    outcomes: tuple[Outcome | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +117,34 @@ class _Emission:
 
 def rewrite_jaxpr(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritten:
     """Rewrites the Mixture-of-Experts layers of `closed`; never raises for a program that jax itself accepts."""
+    return _rewritten_whole(closed, options, _random_probe if options.probe else None)
+
+
+def compare_sites(closed: jex.core.ClosedJaxpr, inputs: Sequence[Any], options: PassOptions) -> Rewritten:
+    """As `rewrite_jaxpr`; compares each rewritten site with the layer as written on concrete inputs, and keeps it."""
+    return _rewritten_whole(closed, options, functools.partial(probe, inputs=inputs), refuses=False)
+
+
+def _random_probe(closed: jex.core.ClosedJaxpr, plan: Plan) -> Callable[[Any], Outcome]:
+    return probe(closed, plan)
+
+
+_Compare = Callable[[jex.core.ClosedJaxpr, Plan], Callable[[Any], Outcome]]
+
+
+def _rewritten_whole(
+    closed: jex.core.ClosedJaxpr, options: PassOptions, compare: _Compare | None, refuses: bool = True
+) -> Rewritten:
+    """The program rewritten: bodies that are programs of their own, ragged dots, and the rest."""
     if _has_symbolic_sizes(closed):
         return Rewritten(jex.core.jaxpr_as_fun(closed), ())
     apart = with_bodies_apart(closed, lambda body, why: _rewritten_apart(body, options, why))
-    result = _with_products(apart.closed, options)
-    return dataclasses.replace(result, sites=(*apart.sites, *result.sites))
+    result = _with_products(apart.closed, options, compare, refuses)
+    return dataclasses.replace(
+        result,
+        sites=(*apart.sites, *result.sites),
+        outcomes=(*(None for _ in apart.sites), *_by_site(result)),
+    )
 
 
 def _rewritten_apart(body: jex.core.ClosedJaxpr, options: PassOptions, why_exact: str | None) -> Rewritten:
@@ -126,28 +157,41 @@ def _rewritten_apart(body: jex.core.ClosedJaxpr, options: PassOptions, why_exact
     )
 
 
-def _with_products(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritten:
+def _by_site(result: Rewritten) -> tuple[Outcome | None, ...]:
+    """The outcome of each site; None where none was compared."""
+    return result.outcomes or (None,) * len(result.sites)
+
+
+def _with_products(
+    closed: jex.core.ClosedJaxpr, options: PassOptions, compare: _Compare | None, refuses: bool
+) -> Rewritten:
     """The program rewritten, and its ragged dots on another backend."""
     if RAGGED_DOT not in options.patterns:
-        return _with_loops(closed, options)
+        return _with_loops(closed, options, compare, refuses)
     grouped = regrouped(closed, options.backend, options.semantics)
-    result = _with_loops(grouped.closed, options)
-    return dataclasses.replace(result, sites=(*result.sites, *grouped.sites))
+    result = _with_loops(grouped.closed, options, compare, refuses)
+    return dataclasses.replace(
+        result,
+        sites=(*result.sites, *grouped.sites),
+        outcomes=(*_by_site(result), *(None for _ in grouped.sites)),
+    )
 
 
-def _with_loops(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritten:
+def _with_loops(
+    closed: jex.core.ClosedJaxpr, options: PassOptions, compare: _Compare | None, refuses: bool
+) -> Rewritten:
     """The program rewritten as it is, or with its loops over experts rolled first if more layers are found then."""
-    result = _rewritten(closed, options)
+    result = _rewritten(closed, options, compare, refuses)
     if not {"expert_loop", "dense_experts"} <= options.patterns or not may_hold_loops(closed):
         return result
     loops = rolled(closed)
     if loops is None:
         return result
     known = {site.source for site in result.sites}
-    other = _rewritten(loops, options)
+    other = _rewritten(loops, options, compare, refuses)
     sites = tuple(_of_loop(site) if site.source not in known else site for site in other.sites)
     found = sum(site.status == REWRITTEN for site in sites) > sum(site.status == REWRITTEN for site in result.sites)
-    return Rewritten(other.evaluate, sites) if found else result
+    return Rewritten(other.evaluate, sites, other.outcomes) if found else result
 
 
 def _of_loop(site: Site) -> Site:
@@ -155,7 +199,9 @@ def _of_loop(site: Site) -> Site:
     return dataclasses.replace(site, pattern="expert_loop") if site.pattern in _ROLLED_INTO else site
 
 
-def _rewritten(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritten:
+def _rewritten(
+    closed: jex.core.ClosedJaxpr, options: PassOptions, compare: _Compare | None, refuses: bool
+) -> Rewritten:
     as_written = jex.core.jaxpr_as_fun(closed)
     if not options.patterns - {RAGGED_DOT}:
         return Rewritten(as_written, ())
@@ -166,11 +212,42 @@ def _rewritten(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritten:
         session = Session(modes, options.semantics)
         with _room_for_graphs():
             result = _attempt(closed, session, layers, options)
-        if result is None:
+            outcomes = _outcomes(closed, result, session, layers, options, compare)
+        refusal = result if isinstance(result, Refusal) else _differing(outcomes) if refuses else None
+        if refusal is not None:
+            _step_down(session, refusal, modes, denials, options.semantics)
+        elif isinstance(result, _Emission):
+            sites = _sites(layers, modes, denials, options, result, outcomes)
+            in_order = tuple(outcomes.get(key) for key in _wanted(layers, options))
+            return Rewritten(_evaluator(closed, result), sites, in_order)
+        else:
             return Rewritten(as_written, _sites(layers, modes, denials, options, None))
-        if isinstance(result, _Emission):
-            return Rewritten(_evaluator(closed, result), _sites(layers, modes, denials, options, result))
-        _step_down(session, result, modes, denials, options.semantics)
+
+
+def _outcomes(
+    closed: jex.core.ClosedJaxpr,
+    result: _Emission | Refusal | None,
+    session: Session,
+    layers: dict[Any, _Layer],
+    options: PassOptions,
+    compare: _Compare | None,
+) -> dict[Any, Outcome]:
+    """How the numbers of each layer that was rewritten compare with those of the layer as written."""
+    if compare is None or not isinstance(result, _Emission):
+        return {}
+    rewritten = [layer for key, layer in layers.items() if session.mode(key) != "off"]
+    rows = {n for layer in rewritten for n in (layer.tokens, layer.assignments) if n > 1} | set(result.tokens.values())
+    experts = min((layer.experts for layer in rewritten), default=0)
+    outcome = compare(closed, Plan(session.modes, options.semantics, options.backend, frozenset(rows), experts))
+    return {layer.key[0]: outcome(layer.key[0]) for layer in rewritten}
+
+
+def _differing(outcomes: dict[Any, Outcome]) -> Refusal | None:
+    """The refusal of the first site whose numbers differ from those of the layer as written."""
+    for key, outcome in outcomes.items():
+        if outcome.difference is not None:
+            return Refusal(frozenset({key}), f"probe: {outcome}", None)
+    return None
 
 
 def _has_symbolic_sizes(closed: jex.core.ClosedJaxpr) -> bool:
@@ -417,9 +494,15 @@ def _sites(
     denials: dict[Any, _Denial],
     options: PassOptions,
     emission: _Emission | None,
+    outcomes: Mapping[Any, Outcome] = MappingProxyType({}),
 ) -> tuple[Site, ...]:
-    wanted = [layer for _, layer in sorted(layers.items()) if layer.pattern in options.patterns]
-    return tuple(_site(layer, modes, denials, options, emission) for layer in wanted)
+    sites = {key: _site(layers[key], modes, denials, options, emission) for key in _wanted(layers, options)}
+    return tuple(dataclasses.replace(s, probed=str(outcomes[k]) if k in outcomes else None) for k, s in sites.items())
+
+
+def _wanted(layers: dict[Any, _Layer], options: PassOptions) -> list[Any]:
+    """The layers of the report, by name, in the program's order."""
+    return [key for key, layer in sorted(layers.items()) if layer.pattern in options.patterns]
 
 
 def _site(

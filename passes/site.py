@@ -35,6 +35,7 @@ class Site:
       useful_flops: FLOPs of the expert matmuls on routed rows, forward and backward, per call of the step.
       naive_flops: FLOPs of the same matmuls and of dispatch and combine in the program as written.
       removed_bytes: bytes of the arrays over the slot axis that the rewritten program no longer builds.
+      probed: what the numeric guard says of the rewritten site, None where it was not asked.
     """
 
     status: str
@@ -54,3 +55,4 @@ class Site:
     useful_flops: int = 0
     naive_flops: int = 0
     removed_bytes: int = 0
+    probed: str | None = None

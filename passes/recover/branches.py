@@ -49,7 +49,8 @@ class Switch:
     """A cond: the branch that `index` names is taken.
 
     What any branch may yield are `results`; the exports of a branch are arrays that only the same branch of another
-    cond reads, and zeros where another branch was taken.
+    cond reads, and zeros where another branch was taken.  `given` and `returned` are all wires outside, in the order of
+    the equation's.
     """
 
     eqn: Any
@@ -60,6 +61,8 @@ class Switch:
     source: Any = None
     refusal: str | None = None
     exit: SwitchExit | None = None
+    given: tuple[Wire, ...] = ()
+    returned: tuple[Wire, ...] = ()
 
     @property
     def name(self) -> str:

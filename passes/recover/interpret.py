@@ -306,6 +306,7 @@ class Recovery:
             outputs = self._scan(scope, inputs) if scope.is_scan else self._checkpoint(scope, inputs)
         if not given and len(self.session.layer_wires) == found:
             return None
+        scope.given, scope.returned = tuple(inputs), tuple(outputs)
         self.steps.append(scope)
         if eqn.effects:
             self.effects.append(scope)
@@ -360,6 +361,7 @@ class Recovery:
         wire = self._outer(exit_.scope, var)
         self.adopt(wire, exit_.value(inner, wire))
         wire.changed = wire.changed or (inner.changed and not is_boring(wire.value))
+        exit_.scope.left.append((inner, wire))
         return wire
 
     def constant(self, const: Any) -> Wire:

@@ -71,7 +71,11 @@ class Export:
 
 @dataclasses.dataclass(eq=False)
 class Scope:
-    """A body with its own recovery.  `carries` are (initial wire outside, input inside, result inside)."""
+    """A body with its own recovery.  `carries` are (initial wire outside, input inside, result inside).
+
+    `given` and `returned` are all wires outside, in the order of the equation's; `entered` has the wires that stand
+    inside for outer ones of a known value, `left` the wires (inside, outside) of what the body returns.
+    """
 
     eqn: Any
     recovery: Any
@@ -79,6 +83,10 @@ class Scope:
     exports: list[Export] = dataclasses.field(default_factory=list)
     carries: list[tuple[Wire, Wire, Wire]] = dataclasses.field(default_factory=list)
     carried: list[Wire] = dataclasses.field(default_factory=list)
+    given: tuple[Wire, ...] = ()
+    returned: tuple[Wire, ...] = ()
+    entered: list[Feed] = dataclasses.field(default_factory=list)
+    left: list[tuple[Wire, Wire]] = dataclasses.field(default_factory=list)
     required: dict[Export, None] = dataclasses.field(default_factory=dict)
     source: Any = None
     refusal: str | None = None
@@ -266,6 +274,7 @@ class Entrance:
             return self._array(wire, axis, shape)
         inner = Wire(shape, wire.dtype, number=self._number(wire.number, axis))
         self.scope.recovery.adopt(inner, value)
+        self.scope.entered.append(Feed(wire, axis, inner))
         return inner
 
     def _value(self, value: Value, axis: int | None, shape: Sequence[int]) -> Value:

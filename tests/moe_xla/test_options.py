@@ -26,6 +26,8 @@ def identity(x):
         ({"patterns": "einsum_dispatch"}, "patterns must be an iterable of names.*; got 'einsum_dispatch'"),
         ({"patterns": 3}, "patterns must be an iterable of names.*; got 3"),
         ({"strict": "yes"}, "strict must be True or False, got 'yes'"),
+        ({"probe": 1}, "probe must be True or False, got 1"),
+        ({"probe": None}, "probe must be True or False, got None"),
     ],
 )
 def test_bad_value(transform, decorated, keywords, message):

@@ -55,7 +55,7 @@ class Lowering(SumEmitter):
                 if wire in needed and not wire.layers:
                     self._try(wire)
         results = [self.array(w) if isinstance(w, Wire) else self.node(w) for w in outputs]
-        self._run_effects()
+        self.run_effects()
         return results
 
     def _try(self, wire: Wire) -> None:
@@ -90,9 +90,9 @@ class Lowering(SumEmitter):
     def _reads(self, wire: Wire) -> list[Wire | Node]:
         if wire in self.arrays:
             return []
-        if isinstance(wire.step, Scope | Switch) and _is_own(wire):
+        if isinstance(wire.step, Scope | Switch) and is_own(wire):
             return self._require(wire.step, wire)
-        if wire.step is not None and (_is_own(wire) or self.keeps(wire)):
+        if wire.step is not None and (is_own(wire) or self.keeps(wire)):
             return list(wire.step.inputs)
         return _nodes_of(_meaning(wire))
 
@@ -112,7 +112,7 @@ class Lowering(SumEmitter):
             nodes = _nodes_of(_meaning(wire))
             return not wire.changed and not any(isinstance(n, Leaf) and n.wire.dense for n in nodes)
         if isinstance(step, Scope | Switch):
-            return _is_own(wire)
+            return is_own(wire)
         if not step.inputs:
             return not wire.changed
         return not wire.changed and self._is_safe(step) and all(self.keeps(w) for w in step.inputs)
@@ -130,20 +130,20 @@ class Lowering(SumEmitter):
         if wire.dense:
             self._refuse_dense(wire)
         if step is None:
-            assert not _is_own(wire)
+            assert not is_own(wire)
             self.arrays[wire] = self._of_value(wire, _meaning(wire))
             return self.arrays[wire]
-        if isinstance(step, Scope | Switch) and _is_own(wire):
+        if isinstance(step, Scope | Switch) and is_own(wire):
             self._run_scope(step)
             return self.arrays[wire]
         if not step.inputs and not step.outputs:
-            result = self._constant(step)
+            result = self.constant(step)
         elif self.keeps(wire):
-            return self._run(wire, step)
-        elif _is_own(wire):
+            return self.run(wire, step)
+        elif is_own(wire):
             if not self._is_safe(step):
                 self._refuse_position(step)
-            return self._run(wire, step)
+            return self.run(wire, step)
         else:
             result = self._of_value(wire, _meaning(wire))
         self.arrays[wire] = result
@@ -174,22 +174,35 @@ class Lowering(SumEmitter):
 
     def _run_scope(self, scope: Scope | Switch) -> None:
         if isinstance(scope, Switch):
-            self._run_switch(scope)
+            self.run_switch(scope)
             return
         self.stack.append(scope)
-        feeds = self._fed[scope]
-        arrays = [self.array(f.source) if isinstance(f.source, Wire) else self.node(f.source) for f in feeds]
+        feeds = self.feeds(scope)
+        arrays = [self.source(f) for f in feeds]
         exports = list(scope.required)
         if scope.is_scan:
             carried, stacked = self._scan(scope, feeds, arrays, exports)
             self.arrays.update(zip(scope.carried, carried, strict=True))
         else:
             stacked = self._checkpoint(scope, feeds, arrays, exports)
-        for export, array in zip(exports, stacked, strict=True):
-            self.arrays[export.outer] = array
+        self.leave(scope, exports, stacked)
         self.stack.pop()
 
-    def _body(self, scope: Scope, given: dict[Wire, Any], outputs: Sequence[Wire | Node], times: int) -> list[Any]:
+    def feeds(self, scope: Scope) -> list[Feed]:
+        """What crosses into a body."""
+        return self._fed[scope]
+
+    def source(self, feed: Feed) -> Any:
+        """The array outside of what crosses into a body."""
+        return self.array(feed.source) if isinstance(feed.source, Wire) else self.node(feed.source)
+
+    def leave(self, scope: Scope, exports: Sequence[Export], arrays: Sequence[Any]) -> None:
+        """Takes the arrays that a body exports."""
+        for export, array in zip(exports, arrays, strict=True):
+            self.arrays[export.outer] = array
+
+    def body(self, scope: Scope, given: dict[Wire, Any], outputs: Sequence[Wire | Node], times: int) -> list[Any]:
+        """The results of a body that runs `times` times."""
         inner = Lowering(scope.recovery, given, self.backend, scope)
         inner.needed(outputs)
         results = inner.results(outputs)
@@ -210,7 +223,7 @@ class Lowering(SumEmitter):
         def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
             given = {**whole, **dict(zip((w for w, _ in sliced), slices, strict=True))}
             given.update(zip((start for _, start, _ in scope.carries), carry, strict=True))
-            results = self._body(scope, given, outputs, params["length"])
+            results = self.body(scope, given, outputs, params["length"])
             return [_strong(r, w) for r, (_, w, _) in zip(results, scope.carries, strict=False)], results[count:]
 
         initial = [_strong(self.array(first), first) for first, _, _ in scope.carries]
@@ -229,11 +242,11 @@ class Lowering(SumEmitter):
     ) -> list[Any]:
         def body(*given: Any) -> list[Any]:
             inner = dict(zip((f.inner for f in feeds), given, strict=True))
-            return self._body(scope, inner, [e.source for e in exports], 1)
+            return self.body(scope, inner, [e.source for e in exports], 1)
 
         return bind_checkpoint(scope.eqn, body, arrays)
 
-    def _run_switch(self, switch: Switch) -> None:
+    def run_switch(self, switch: Switch) -> None:
         """Runs a cond on the arrays that any of its branches reads; exports are zeros in the other branches."""
         self.stack.append(switch)
         sources = list(dict.fromkeys(f.source for scope in switch.branches for f in self._fed[scope]))
@@ -245,7 +258,7 @@ class Lowering(SumEmitter):
             inner = {f.inner: outside[f.source] for f in self._fed[scope]}
             own = [e for s, e in exports if s is scope]
             outputs = [*(r.inner[place] for r in switch.required), *(e.source for e in own)]
-            made = dict(zip([*switch.required, *own], self._body(scope, inner, outputs, 1), strict=True))
+            made = dict(zip([*switch.required, *own], self.body(scope, inner, outputs, 1), strict=True))
             wanted: list[Any] = [*switch.required, *(e for _, e in exports)]
             return [_strong(made[w], w.outer) if w in made else _zeros(w.outer) for w in wanted]
 
@@ -255,7 +268,7 @@ class Lowering(SumEmitter):
         self.arrays.update(zip(outers, results, strict=True))
         self.stack.pop()
 
-    def _run_effects(self) -> None:
+    def run_effects(self) -> None:
         """Runs the equations that have effects, in the program's order, unless an output has run them already."""
         for step in self.recovery.effects:
             if isinstance(step, Scope | Switch):
@@ -265,13 +278,14 @@ class Lowering(SumEmitter):
             else:
                 bind_equation(step.eqn, [self.array(w) for w in step.inputs])
 
-    def _constant(self, step: Step) -> Any:
+    def constant(self, step: Step) -> Any:
+        """A literal or constant of the program."""
         atom = step.eqn
         if hasattr(atom, "val"):
             return np.asarray(atom.val, atom.aval.dtype) if not is_extended(atom.aval.dtype) else atom.val
         return atom
 
-    def _run(self, wire: Wire, step: Step) -> Any:
+    def run(self, wire: Wire, step: Step) -> Any:
         """Runs a step's equation on the arrays of its inputs."""
         self.stack.append(step)
         inputs = [self.array(w) for w in step.inputs]
@@ -341,7 +355,7 @@ def _meaning(wire: Wire) -> Value:
     return value
 
 
-def _is_own(wire: Wire) -> bool:
+def is_own(wire: Wire) -> bool:
     """Whether nothing is known of a wire but its own array."""
     value = _meaning(wire)
     return value.is_plain and isinstance(value.factor.node, Leaf) and value.factor.node.wire is wire
