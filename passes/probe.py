@@ -37,6 +37,7 @@ from moe_xla.passes.recover.session import Path, Session
 LARGEST_FLOPS = 2e11
 LARGEST_BYTES = 8e9
 _PROBES = 2
+_KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 _QUICK: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
@@ -192,7 +193,7 @@ def _measured(
         run = _compiled(program)
         scores = [_scores(run, _constants(closed, number), values) for number, values in enumerate(draws)]
         silent = any(not any(s[i].judged for s in scores) for i in range(len(findings)))
-        if silent and inputs is None:  # positive numbers, for roots and logarithms
+        if silent and inputs is None:  # positive tokens, for roots and logarithms
             scores.append(_scores(run, _constants(closed, _PROBES), _drawn(closed, plan, _PROBES)))
     return findings, scores
 
@@ -278,13 +279,19 @@ def _drawn(closed: jex.core.ClosedJaxpr, plan: Plan, number: int) -> list[Any]:
     """Random inputs of probe `number`: integers below the number of experts first, then below the smallest table."""
     rng = np.random.default_rng(number)
     high = plan.experts if number != 1 else _smallest_table(closed.jaxpr, plan.experts)
-    return [_array(rng, v.aval, high, number == _PROBES) for v in closed.jaxpr.invars]
+    avals = [v.aval for v in closed.jaxpr.invars]
+    return [_array(rng, a, high, number == _PROBES and _is_of_tokens(a.shape, plan.token_rows)) for a in avals]
+
+
+def _is_of_tokens(shape: Sequence[int], token_rows: frozenset[int]) -> bool:
+    """Whether the first axes are tokens, or nothing tells (fewer than two axes)."""
+    return len(shape) < 2 or any(math.prod(shape[: k + 1]) in token_rows for k in range(len(shape)))
 
 
 def _array(rng: np.random.Generator, aval: Any, high: int, positive: bool) -> Any:
     shape, dtype = tuple(aval.shape), aval.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0, impl=jax.random.key_impl(aval)), math.prod(shape)).reshape(shape)
+        return _keys(shape, dtype)
     if is_extended(dtype):
         raise Unprobed(f"an input of type {dtype} cannot be drawn")
     if is_boolean(dtype):
@@ -295,6 +302,13 @@ def _array(rng: np.random.Generator, aval: Any, high: int, positive: bool) -> An
         return jax.device_put(rng.integers(0, max(high, 2), shape).astype(dtype))
     values = rng.normal(size=shape) / math.sqrt(shape[-2]) if len(shape) > 1 else rng.normal(0.5, 0.3, shape)
     return jax.device_put(np.asarray(np.abs(values) if positive or not shape else values).astype(dtype))
+
+
+def _keys(shape: tuple[int, ...], dtype: Any) -> Any:
+    first = next((k for name in _KEY_IMPLS if (k := jax.random.key(0, impl=name)).dtype == dtype), None)
+    if first is None:
+        raise Unprobed(f"an input of type {dtype} cannot be drawn")
+    return jax.random.split(first, math.prod(shape)).reshape(shape)
 
 
 def _smallest_table(jaxpr: Any, least: int) -> int:
