@@ -33,8 +33,10 @@ from moe_xla.passes.recover.lower.probed import Finding, Probe, Queue, Score, Un
 from moe_xla.passes.recover.nodes import is_boolean, is_extended, is_floating
 from moe_xla.passes.recover.session import Path, Session
 
-# Programs that take more as written are not run on probes: floating-point operations, and bytes of all arrays together.
-LARGEST_FLOPS = 2e11
+# Programs that take more as written are not run on probes, which run them about six times: floating-point operations on
+# a CPU and on an accelerator, and bytes of all arrays together.
+LARGEST_FLOPS_OF_CPUS = 3e10
+LARGEST_FLOPS = 1e13
 LARGEST_BYTES = 8e9
 _PROBES = 2
 _KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -335,8 +337,9 @@ def _too_large(closed: jex.core.ClosedJaxpr) -> str | None:
             flops += 2.0 * times * depth * math.prod(eqn.outvars[0].aval.shape)
         size += sum(_bytes(v.aval) for v in eqn.outvars)
     size += sum(_bytes(v.aval) for v in closed.jaxpr.invars)
-    if flops > LARGEST_FLOPS:
-        return f"the program as written takes {flops:.1e} FLOPs, and probes are run up to {LARGEST_FLOPS:.0e}"
+    most = LARGEST_FLOPS_OF_CPUS if jax.default_backend() == "cpu" else LARGEST_FLOPS
+    if flops > most:
+        return f"the program as written takes {flops:.1e} FLOPs, and probes are run up to {most:.0e}"
     if size > LARGEST_BYTES:
         return f"the program as written makes {size:.1e} bytes of arrays, and probes are run up to {LARGEST_BYTES:.0e}"
     return None

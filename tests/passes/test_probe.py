@@ -207,7 +207,7 @@ def test_strict_raises(monkeypatch):
 
 def test_too_large_programs_are_not_probed(monkeypatch):
     form = FORMS["switch"]
-    for name, unit in (("LARGEST_FLOPS", "FLOPs"), ("LARGEST_BYTES", "bytes")):
+    for name, unit in (("LARGEST_FLOPS_OF_CPUS", "FLOPs"), ("LARGEST_BYTES", "bytes")):
         with monkeypatch.context() as patch:
             patch.setattr(probe, name, 1e3)
             site = _site(form.at(form.tight), form.inputs(jnp.float32))
