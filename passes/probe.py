@@ -115,7 +115,8 @@ class Outcome:
         if not self.is_judged:
             return f"nothing was judged: {self.reason or 'all arrays were zero, not finite or ill-conditioned'}"
         skipped = f", {self.unjudged} could not be judged" if self.unjudged else ""
-        agreed = f"{self.arrays} arrays agree to {self.error:.1e}, {self.one_token} with one token changed"
+        agree = "array agrees" if self.arrays == 1 else "arrays agree"
+        agreed = f"{self.arrays} {agree} to {self.error:.1e}, {self.one_token} with one token changed"
         return f"{agreed}{skipped}{self.note}"
 
 

@@ -52,14 +52,14 @@ def test_good_layers_stay_rewritten(name, semantics):
     assert len(sites) == form.sites
     assert {(site.status, site.semantics, site.reason) for site in sites} == {("rewritten", semantics, None)}
     for site in sites:
-        assert " arrays agree to " in site.probed and " 0 with one token" not in site.probed
+        assert " agree" in site.probed and " 0 with one token" not in site.probed
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_short_floats(dtype):
     form = FORMS["top2"]
     site = _site(form.step(_roomy(form)), form.inputs(dtype))
-    assert site.status == "rewritten" and " arrays agree to " in site.probed
+    assert site.status == "rewritten" and " agree" in site.probed
 
 
 @pytest.mark.usefixtures("x64")
@@ -75,7 +75,7 @@ def test_a_vmapped_layer():
     params, x = form.inputs(jnp.float32)
     program = jax.vmap(form.at(form.tight), in_axes=(None, 0))
     site = _site(program, (params, jnp.stack([x, 2 * x])))
-    assert site.status == "rewritten" and " arrays agree to " in site.probed
+    assert site.status == "rewritten" and " agree" in site.probed
 
 
 @every_semantics
@@ -232,7 +232,7 @@ def test_roots_and_logarithms_of_inputs_are_judged_on_positive_ones():
         return form.at(form.tight)(params, jnp.sqrt(x) + jnp.log(x))
 
     site = _site(program, form.inputs(jnp.float32))
-    assert site.status == "rewritten" and " arrays agree to " in site.probed
+    assert site.status == "rewritten" and " agree" in site.probed
 
 
 def test_effects_do_not_run_on_probes(capfd):
@@ -243,7 +243,7 @@ def test_effects_do_not_run_on_probes(capfd):
         return form.at(form.tight)(params, x)
 
     site = _site(program, form.inputs(jnp.float32))
-    assert " arrays agree to " in site.probed and "a print of the step" not in capfd.readouterr().out
+    assert " agree" in site.probed and "a print of the step" not in capfd.readouterr().out
 
 
 def test_integer_inputs_keys_and_states_of_optimizers():
@@ -258,4 +258,4 @@ def test_integer_inputs_keys_and_states_of_optimizers():
     table = jnp.ones((50, 6))
     inputs = (params, table, np.arange(41), jax.random.key(3), 2)
     site = _site(program, inputs)
-    assert site.status == "rewritten" and " arrays agree to " in site.probed
+    assert site.status == "rewritten" and " agree" in site.probed
