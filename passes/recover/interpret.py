@@ -100,10 +100,12 @@ class Recovery:
         self._note_site(site, eqn)
         return site
 
-    def _note_site(self, site: Path, eqn: Any) -> None:
+    def _note_site(self, site: Path, eqn: Any, made: Step | None = None) -> None:
+        """Notes the site that an equation shows; one that is computed again is known by what `made` its choice."""
         session, source = self.session, self._source(eqn)
         session.sources.setdefault(site, source)
-        session.signatures[site] = (source_of(source), tuple(array_type(v.aval)[0] for v in eqn.outvars))
+        known = (source, eqn) if made is None else (made.source, made.eqn)
+        session.signatures[site] = (source_of(known[0]), tuple(array_type(v.aval)[0] for v in known[1].outvars))
         if self._recomputing:
             session.recomputed.add(site)
 
@@ -122,13 +124,15 @@ class Recovery:
     def _choice_sites(self, index: Idx) -> frozenset[Path]:
         """The sites of a choice, named by the equation that first needed it; none where its queue was refused."""
         session = self.session
-        numbers = {leaf.wire.number for leaf in leaves_of(self.graph, index.node)}
+        wires = [leaf.wire for leaf in leaves_of(self.graph, index.node)]
+        numbers = {wire.number for wire in wires}
         if self._step is None or numbers & session.unwanted:
             return frozenset()
+        made = next((w.step for w in wires if isinstance(w.step, Step) and w.step.outputs), None)
         for number in numbers:
             if number not in session.choices:
                 session.choices[number] = self._path
-                self._note_site(self._path, self._step.eqn)
+                self._note_site(self._path, self._step.eqn, made)
         sites = frozenset(session.choices[n] for n in numbers)
         if sites:
             session.unite(sites)
@@ -520,6 +524,8 @@ class Recovery:
 
     def _is_worthwhile(self, step: Step) -> bool:
         """Whether an operation on arrays is worth a definition: of indices, masks and literals."""
+        if _merges_axes(step):
+            return False
         if step.name in STRUCTURAL or _picks_choices(step) or _picks_experts(step):
             return True
         if step.name not in ELEMENTWISE and step.name not in _JOINING:
@@ -676,6 +682,15 @@ def is_boring(value: Value | None) -> bool:
     if value is None or not value.is_plain or not isinstance(value.factor.node, (Leaf, Lit)):
         return False
     return not any(has_idx(a) for a in value.factor.args)
+
+
+def _merges_axes(step: Step) -> bool:
+    """Whether an array of numbers is reshaped to fewer axes: by itself, it is read along each of them as it is."""
+    (given, *_), (made, *_) = step.inputs or (None,), step.outputs or (None,)
+    if step.name != "reshape" or given is None or made is None or not is_floating(made.dtype):
+        return False
+    sizes = [sum(n > 1 for n in w.shape) for w in (given, made)]
+    return sizes[1] < sizes[0] and literal_of(given.value) is None
 
 
 def _is_structured(wire: Wire) -> bool:

@@ -173,3 +173,22 @@ def test_in_a_scan_over_layers(name):
         return jax.lax.scan(lambda x, _: (x + dense.LAYERS[name](params, x), None), x, None, length=2)[0]
 
     _assert_rewritten(name, _step(layers), _inputs(jnp.float64), 1e-11)
+
+
+def _flattened(params, x):
+    """Tokens in rows of a batch, flattened inside the loss: so is the cotangent."""
+    return jnp.sin(dense.one_hots_summed(params, x.reshape(-1, MODEL)).reshape(x.shape))
+
+
+def _flattened_layers(params, x):
+    layer = jax.checkpoint(lambda x, _: (x + _flattened(params, x), None))
+    return jax.lax.scan(layer, x, None, length=2)[0]
+
+
+@pytest.mark.parametrize("layer", [_flattened, _flattened_layers])
+@pytest.mark.usefixtures("x64")
+def test_tokens_flattened_in_the_loss(layer):
+    params, x = init_layer(np.random.default_rng(3), jnp.float64, (3, 10))
+    step, sites = _sites(_step(layer), (params, x))
+    assert [(s.status, s.tokens, s.experts, s.choices) for s in sites] == [("rewritten", 30, EXPERTS, dense.CHOICES)]
+    assert_close(step(params, x), quick_jit(_step(layer))(params, x), 1e-11)
