@@ -295,7 +295,7 @@ def _recovered(
     session = recovery.session
     try:
         inputs = [recovery.input(*array_type(v.aval)) for v in closed.jaxpr.invars]
-        consts = [recovery.input(*array_type(v.aval)) for v in closed.jaxpr.constvars]
+        consts = [recovery.closed_over(*pair) for pair in zip(closed.jaxpr.constvars, closed.consts, strict=True)]
         outputs = recovery.walk(closed.jaxpr, consts, inputs)
     except Exception as error:  # a fault of ours must never reach the user's step: it runs as written
         if not session.sources:

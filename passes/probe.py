@@ -206,7 +206,7 @@ def _program(
 ) -> tuple[jex.core.ClosedJaxpr, list[Finding | Queue]]:
     """The comparison as a jaxpr over the constants and inputs of the program as written, and what it measures."""
     jaxpr = closed.jaxpr
-    consts = [recovery.input(v.aval.shape, v.aval.dtype) for v in jaxpr.constvars]
+    consts = [recovery.closed_over(*pair) for pair in zip(jaxpr.constvars, closed.consts, strict=True)]
     given = [recovery.input(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
     outputs = recovery.walk(jaxpr, consts, given)
     recovery.session.unite_recomputed()

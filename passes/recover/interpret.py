@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.extend as jex
 import jax.extend.core.primitives as prims
 import numpy as np
@@ -39,6 +40,7 @@ from moe_xla.passes.recover.nodes import (
     Rank,
     freeze,
     is_boolean,
+    is_extended,
     is_floating,
     is_integer,
     literal,
@@ -53,7 +55,7 @@ from moe_xla.passes.recover.rules.searches import is_search
 from moe_xla.passes.recover.scopes import CHECKPOINTS, SCANS, Entrance, Exit, Scope
 from moe_xla.passes.recover.session import Path, Session
 from moe_xla.passes.recover.terms import Factor, Idx, IndexKey, Var, has_idx, key_of, parts_of
-from moe_xla.passes.recover.values import Contradiction, NoRule, Value, literal_of, of_literal, of_node
+from moe_xla.passes.recover.values import Contradiction, NoRule, Value, literal_of, of_literal, of_node, unconverted
 
 INLINED = {
     "jit": "jaxpr",
@@ -66,6 +68,8 @@ INLINED = {
 _REARRANGING = frozenset({"concatenate", "stack", "unstack", "split", "slice", "squeeze", "rev", "sort"})
 # What differs along an axis of theirs still does.
 _PERMUTING = frozenset({"slice", "rev", "sort"})
+# Constants of so few elements are looked into.
+_SMALL = 64
 _JOINING = frozenset({"concatenate", "stack"})
 STRUCTURAL = frozenset({"broadcast_in_dim", "transpose", "reshape", "squeeze", "iota"})
 
@@ -370,9 +374,23 @@ class Recovery:
 
     def constant(self, const: Any) -> Wire:
         wire = Wire(tuple(np.shape(const)), const.dtype, number=self.session.number(("constant", id(const))))
-        wire.value = of_node(self.graph.leaf(wire, wire.shape, wire.dtype))
+        self._know(wire, const)
         wire.step = Step(const, ())
         return wire
+
+    def closed_over(self, var: Any, const: Any) -> Wire:
+        """An input of the program that is a constant of it."""
+        wire = self.input(*array_type(var.aval))
+        self._know(wire, const)
+        return wire
+
+    def _know(self, wire: Wire, const: Any) -> None:
+        """Gives a constant its value: a number, where it holds one number everywhere."""
+        number = _number_in(const)
+        if number is not None:
+            wire.value = of_literal(self.graph, number, wire.shape, wire.dtype)
+        else:
+            wire.value = of_node(self.graph.leaf(wire, wire.shape, wire.dtype))
 
     def _transfer(self, step: Step) -> None:
         """Gives a step's outputs their values."""
@@ -451,7 +469,7 @@ class Recovery:
 
     def _rule_values(self, step: Step) -> list[Value] | None:
         name = searches.NAME if is_search(step.eqn) else step.name
-        boring = all(is_boring(w.value) for w in step.inputs)
+        boring = all(is_boring(w.value) or _is_permutation(w.value) for w in step.inputs)
         if boring and not self._is_worthwhile(step):
             return None
         rule = TABLE.get(name)
@@ -682,6 +700,24 @@ def is_boring(value: Value | None) -> bool:
     if value is None or not value.is_plain or not isinstance(value.factor.node, (Leaf, Lit)):
         return False
     return not any(has_idx(a) for a in value.factor.args)
+
+
+def _is_permutation(value: Value | None) -> bool:
+    """Whether nothing but an order or its inverse stands in an array, in whatever dtype."""
+    if value is None or not value.is_plain:
+        return False
+    node = unconverted(value.factor).node
+    return isinstance(node, Leaf) and node.inverse is not None and not any(has_idx(a) for a in value.factor.args)
+
+
+def _number_in(const: Any) -> Any:
+    """The integer that a small constant holds everywhere, if it is known and there is one."""
+    if isinstance(const, jax.core.Tracer) or not 0 < np.size(const) <= _SMALL or is_extended(const.dtype):
+        return None
+    if not is_integer(const.dtype):
+        return None
+    numbers = np.asarray(const).reshape(-1)
+    return numbers[0] if np.all(numbers == numbers[0]) else None
 
 
 def _merges_axes(step: Step) -> bool:
