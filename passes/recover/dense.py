@@ -15,12 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_xla.passes.recover.grouping import choices_in, matmul_indices, note_work
-from moe_xla.passes.recover.nodes import Ein, Graph, Leaf, Map, Node, is_boolean, is_map, literal, operands_at
+from moe_xla.passes.recover.nodes import Ein, Graph, Leaf, Map, Node, Slice, is_boolean, is_map, literal, operands_at
 from moe_xla.passes.recover.program import Step, Wire
 from moe_xla.passes.recover.rules import TABLE, Context
 from moe_xla.passes.recover.rules.calls import CALLS, lifted
 from moe_xla.passes.recover.rules.elementwise import NAMES as ELEMENTWISE
 from moe_xla.passes.recover.terms import (
+    Const,
     Factor,
     Idx,
     Term,
@@ -28,6 +29,7 @@ from moe_xla.passes.recover.terms import (
     factor_vars,
     fresh,
     substitute_factor,
+    term_vars,
 )
 from moe_xla.passes.recover.values import Contradiction, NoRule, Value, host_of, masked, read
 
@@ -114,7 +116,25 @@ class DenseReader:
             return self._graph.map(factor.node.prim, factor.node.params, pushed, factor.node.dtype)
         if isinstance(factor.node, Ein) and factor.node.gathers and not factor.node.equalities:
             return self._pushed_sum(factor, factor.node)
+        if isinstance(factor.node, Slice):
+            return self._pushed_slice(factor, factor.node)
         return factor
+
+    def _pushed_slice(self, factor: Factor, node: Slice) -> Factor:
+        """Part of an axis: that part of what the whole axis is read as."""
+        place, size = factor.args[node.axis], node.base.shape[node.axis]
+        one = node.stop - node.start == 1
+        whole: Term = Const(node.start, size) if one else fresh(size)
+        args = (*factor.args[: node.axis], whole, *factor.args[node.axis + 1 :])
+        given = Factor(node.base, args)
+        read_there = self._pushed(given)
+        if read_there == given or one:
+            return factor if read_there == given else read_there
+        if read_there.args.count(whole) != 1 or any(whole in term_vars(a) for a in read_there.args if a != whole):
+            return factor
+        axis = read_there.args.index(whole)
+        part = self._graph.slice(read_there.node, axis, node.start, node.stop)
+        return Factor(part, tuple(place if i == axis else a for i, a in enumerate(read_there.args)))
 
     def _pushed_sum(self, factor: Factor, node: Ein) -> Factor:
         names: dict[Var, Term] = {**node.bind(factor.args), **{v: fresh(v.size) for v in node.binders}}

@@ -12,15 +12,17 @@ import numpy as np
 
 from moe_xla.passes.recover.facts import depends_on_rank, direct_operands
 from moe_xla.passes.recover.nodes import Ein, Graph, Leaf, Node, is_floating
-from moe_xla.passes.recover.terms import Factor, Idx, Var, factor_vars, has_idx, parts_of, term_vars
+from moe_xla.passes.recover.terms import Const, Factor, Idx, Var, factor_vars, has_idx, parts_of, term_vars
 
 
 class Grouping(NamedTuple):
-    """How a node is a grouped matmul: `out[points, free] = Σ_inner left[points, inner] · w[index, inner, free]`."""
+    """How a node is a grouped matmul: `out[points, free] = Σ_inner left[points, inner] · w[index, inner, free]`.
+
+    The weights may be read at fixed places of further axes, as where several matrices are stacked.
+    """
 
     left: tuple[Factor, ...]
     weight: Factor
-    axis: int
     place: Idx
     inner: tuple[Var, ...]
     free: tuple[Var, ...]
@@ -32,12 +34,12 @@ def grouping_of(node: Ein) -> Grouping | None:
         return None
     for i, weight in enumerate(node.factors):
         places = [j for j, a in enumerate(weight.args) if isinstance(a, Idx)]
-        if len(places) != 1 or not all(isinstance(a, (Var, Idx)) for a in weight.args):
+        if len(places) != 1 or not all(isinstance(a, (Var, Idx, Const)) for a in weight.args):
             continue
         index = weight.args[places[0]]
         assert isinstance(index, Idx)
         points = set(term_vars(index))
-        others = [a for j, a in enumerate(weight.args) if j != places[0]]
+        others = [a for j, a in enumerate(weight.args) if j != places[0] and not isinstance(a, Const)]
         if points & set(others) or len(set(others)) != len(others) or not points <= set(node.out):
             continue
         inner = tuple(a for a in others if a in node.binders)
@@ -49,7 +51,7 @@ def grouping_of(node: Ein) -> Grouping | None:
             continue
         if set(node.out) != points | set(free):
             continue
-        return Grouping(left, weight, places[0], index, inner, free)  # type: ignore[arg-type]
+        return Grouping(left, weight, index, inner, free)  # type: ignore[arg-type]
     return None
 
 

@@ -425,6 +425,16 @@ class Graph:
             return base
         return self._cons(("slice", base, axis, start, stop), lambda: Slice(base, axis, start, stop))
 
+    def block(self, factor: Factor) -> Factor:
+        """A factor that is read at a fixed place of the slower part of an axis, as a slice."""
+        for i, arg in enumerate(factor.args):
+            block, *rest_parts = parts_of(arg) or (arg,)
+            rest = rest_parts[0] if len(rest_parts) == 1 else arg
+            if isinstance(block, Const) and isinstance(rest, Var):
+                node = self.slice(factor.node, i, block.value * rest.size, (block.value + 1) * rest.size)
+                return self.block(Factor(node, (*factor.args[:i], rest, *factor.args[i + 1 :])))
+        return factor
+
     def pad(self, base: Node, axis: int, low: int, high: int) -> Node:
         return self._cons(("pad", base, axis, low, high), lambda: Pad(base, axis, low, high))
 
@@ -594,7 +604,7 @@ class Graph:
         The caller accounts for variables that occur nowhere (they would multiply by their size), and promises that the
         node is read only where the conditions of `domain` hold.
         """
-        factors = [f for f in factors if literal(f) is None or literal(f) != 1]
+        factors = [self.block(f) for f in factors if literal(f) is None or literal(f) != 1]
         terms = list(out) + [a for f in (*factors, *guards) for a in f.args] + [t for pair in equalities for t in pair]
         mapping: dict[Var, Term] = {v: Var(i, v.size) for i, v in enumerate(vars_of(terms))}
         out_c = substitute_all(out, mapping)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .form import EXPERTS, TOKENS
+from .form import EXPERTS, HIDDEN, TOKENS
 
 CHOICES = 2
 LAYERS: dict[str, Callable] = {}
@@ -78,6 +78,21 @@ def gated(params, x):
     weight = jnp.einsum("tke,tk->te", one_hot(index, x), gate)
     hidden = jax.nn.silu(jnp.einsum("td,edf->tef", x, params["w1"])) * jnp.einsum("td,edf->tef", x, params["w3"])
     return (jnp.einsum("tef,efd->ted", hidden, params["w2"]) * weight[..., None]).sum(1)
+
+
+@layer
+def gated_in_halves(params, x):
+    """Gate and up in one matrix, split by columns."""
+    both = jnp.einsum("td,edf->tef", x, jnp.concatenate([params["w1"], params["w3"]], axis=-1))
+    gate, up = jnp.split(both, 2, axis=-1)
+    return summed(jnp.einsum("tef,efd->ted", jax.nn.silu(gate) * up, params["w2"]), weights(params, x))
+
+
+@layer
+def gated_in_a_stack(params, x):
+    """Gate and up in one array, along an axis of its own."""
+    gate, up = jnp.einsum("td,ekdf->ktef", x, jnp.stack([params["w1"], params["w3"]], axis=1))
+    return summed(jnp.einsum("tef,efd->ted", jax.nn.silu(gate) * up, params["w2"]), weights(params, x))
 
 
 @layer
@@ -215,6 +230,14 @@ def gather_index(params, x):
     gate, index = route(params, x)
     hidden = jax.nn.silu(jnp.einsum("td,tkdf->tkf", x, params["w1"][index]) + params["b1"][index])
     return (jnp.einsum("tkf,tkfd->tkd", hidden, params["w2"][index]) * gate[..., None]).sum(1)
+
+
+@gathers
+def gather_halves(params, x):
+    gate, index = route(params, x)
+    both = jnp.einsum("td,tkdf->tkf", x, jnp.concatenate([params["w1"], params["w3"]], axis=-1)[index])
+    hidden = jax.nn.silu(both[..., :HIDDEN]) * both[..., HIDDEN:]
+    return jnp.einsum("tkf,tkfd,tk->td", hidden, params["w2"][index], gate)
 
 
 @gathers

@@ -31,7 +31,9 @@ from moe_xla.passes.recover.nodes import (
     is_floating,
 )
 from moe_xla.passes.recover.terms import (
+    Const,
     Factor,
+    Term,
     Var,
     factor_vars,
     key_of,
@@ -132,14 +134,11 @@ class RowEmitter(DefinitionEmitter):
         inner, free = grouping.inner, grouping.free
         left = self.product_rows(grouping.left, layout.routing, points, inner, ())
         rows = lax.reshape(left, (left.shape[0], math.prod(v.size for v in inner)))
-        weights = self.node(grouping.weight.node)
-        order = [
-            grouping.axis,
-            *(grouping.weight.args.index(v) for v in inner),
-            *(grouping.weight.args.index(v) for v in free),
-        ]
+        weights, args = self._at_fixed_places(grouping.weight)
+        axis = args.index(grouping.place)
+        order = [axis, *(args.index(v) for v in inner), *(args.index(v) for v in free)]
         experts, k, n = grouping.place.size, rows.shape[1], math.prod(v.size for v in free)
-        flipped = [grouping.axis, *order[1 + len(inner) :], *order[1 : 1 + len(inner)]]
+        flipped = [axis, *order[1 + len(inner) :], *order[1 : 1 + len(inner)]]
         if flipped == sorted(flipped) and order != sorted(order):
             matrix = lax.reshape(weights, (experts, n, k))
             out = self._grouped_dot(rows, matrix, layout.routing, True, node.dtype)
@@ -152,6 +151,15 @@ class RowEmitter(DefinitionEmitter):
         position = {v: i for i, v in enumerate(free)}
         wanted = [position[v] for v in node.out if v in position]
         return lax.transpose(out, [0, *(1 + i for i in wanted)])
+
+    def _at_fixed_places(self, factor: Factor) -> tuple[Any, list[Term]]:
+        """The array of a factor where it is read at fixed places, and the other places."""
+        data = self.node(factor.node)
+        for i in reversed(range(len(factor.args))):
+            place = factor.args[i]
+            if isinstance(place, Const):
+                data = lax.index_in_dim(data, place.value, i, keepdims=False)
+        return data, [a for a in factor.args if not isinstance(a, Const)]
 
     def _grouped_dot(self, rows: Any, matrix: Any, routing: Routing, transpose: bool, dtype: Any) -> Any:
         self.note_matmul(routing, (rows.shape[0], *matrix.shape[1:]), (rows.dtype, matrix.dtype))

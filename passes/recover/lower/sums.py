@@ -75,7 +75,7 @@ class SumEmitter(RowEmitter):
         """A grouped matmul whose assignments are partly summed: the matmul first, the sum over assignments after."""
         for weight in node.factors:
             places = [a for a in weight.args if isinstance(a, Idx)]
-            if len(places) != 1 or not all(isinstance(a, (Var, Idx)) for a in weight.args):
+            if len(places) != 1 or not all(isinstance(a, (Var, Idx, Const)) for a in weight.args):
                 continue
             points = term_vars(places[0])
             inner = [a for a in weight.args if isinstance(a, Var) and a in node.binders and a not in points]

@@ -214,17 +214,6 @@ def _sliced_piece(graph: Graph, piece: Piece, ranges: Sequence[tuple[int, int]],
     return piece
 
 
-def _block_of(graph: Graph, factor: Factor) -> Factor:
-    """A factor that is read at a fixed place of the slower part of an axis, as a slice."""
-    for i, arg in enumerate(factor.args):
-        block, *rest_parts = parts_of(arg) or (UNIT,)
-        rest = rest_parts[0] if len(rest_parts) == 1 else UNIT
-        if isinstance(block, Const) and isinstance(rest, Var):
-            node = graph.slice(factor.node, i, block.value * rest.size, (block.value + 1) * rest.size)
-            return _block_of(graph, Factor(node, (*factor.args[:i], rest, *factor.args[i + 1 :])))
-    return factor
-
-
 def _with_axis(piece: Piece, i: int, term: Term) -> Piece:
     return piece.replace(axes=(*piece.axes[:i], term, *piece.axes[i + 1 :]))
 
@@ -237,7 +226,7 @@ def _sliced_var(graph: Graph, piece: Piece, i: int, axis: Var, start: int, stop:
         raise NoRule("a slice of an axis that other places depend on")
     if stop - start == 1:
         only = _with_axis(piece, i, UNIT).substitute({axis: Const(start, axis.size)})
-        return only.replace(factors=tuple(_block_of(graph, f) for f in only.factors))
+        return only.replace(factors=tuple(graph.block(f) for f in only.factors))
     window = fresh(stop - start)
     factors = []
     for factor in piece.factors:
