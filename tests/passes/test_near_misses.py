@@ -834,6 +834,15 @@ def from_slot_three(params, x, capacity):
     return _layer(slots=_slots(lambda index: _queue(index) + 3))(params, x, capacity)
 
 
+def zeros_around_the_slots(params, x, capacity):
+    """Rows of zeros in front of and behind the slots, where the buffer holds what experts make of nothing."""
+    gate, index, _ = composed.softmax_normalised(params, x, 2)
+    slot = one_hot(_queue(index), capacity, dtype=x.dtype)
+    dispatch, combine = composed.build_masks(composed.Masks(), gate, _hot(index, x.dtype), slot, None)
+    out = jnp.pad(composed.biased(params, jnp.einsum("tec,td->ecd", dispatch, x)), ((0, 0), (1, 1), (0, 0)))
+    return jnp.einsum("tec,ecd->td", jnp.pad(combine, ((0, 0), (0, 0), (1, 1))), out), {}
+
+
 def two_buffers_one_routing(params, x, capacity):
     """One routing dispatches two inputs into two buffers."""
     gate, index, _ = composed.softmax_normalised(params, x, 2)
@@ -972,6 +981,7 @@ EITHER = {
     "reversed_queue": reversed_queue,
     "every_other_slot": every_other_slot,
     "from_slot_three": from_slot_three,
+    "zeros_around_the_slots": zeros_around_the_slots,
     "two_buffers": two_buffers_one_routing,
     "buffer_meets_masks": buffer_meets_masks,
     "combined_by_another_mask": combined_by_another_mask,

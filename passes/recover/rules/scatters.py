@@ -24,7 +24,7 @@ from moe_xla.passes.recover.nodes import (
 from moe_xla.passes.recover.rules.contractions import contract
 from moe_xla.passes.recover.rules.structure import entry, read_along
 from moe_xla.passes.recover.rules.table import Context, rule
-from moe_xla.passes.recover.terms import UNIT, Const, Factor, Idx, Term, Var, flatten, fresh_axis
+from moe_xla.passes.recover.terms import UNIT, Const, Factor, Idx, Term, Var, flatten, fresh, fresh_axis
 from moe_xla.passes.recover.values import (
     NoRule,
     Piece,
@@ -54,7 +54,7 @@ def scatter(context: Context, eqn: Any, operand: Value, indices: Value, updates:
     columns = _columns(context, indices)
     pieces = [_placed(context.graph, eqn, shape, columns, p.renamed()) for p in updates.pieces]
     if updates.is_plain:
-        pieces = [_taken_apart(context.graph, p) for p in pieces]
+        pieces = [_in_order(context.graph, _taken_apart(context.graph, p)) for p in pieces]
     rows = Value(shape, operand.dtype, tuple(pieces))
     empty = literal_of(operand) is not None and literal_of(operand) == 0
     if eqn.primitive.name == "scatter-add":
@@ -131,6 +131,22 @@ def _taken_apart(graph: Graph, piece: Piece) -> Piece:
         return piece
     factors = graph.reader.product(factor, indices[0])
     return piece if factors is None else piece.replace(factors=factors)
+
+
+def _in_order(graph: Graph, piece: Piece) -> Piece:
+    """A piece whose places are a permutation, over those places: what stands there is read by the inverse."""
+    for i, term in enumerate(piece.axes):
+        index = unconverted(term.factor) if isinstance(term, Idx) else None
+        if index is None or index.node.inverse is None or index.node.shape != (term.size,):
+            continue
+        place, order = fresh(term.size), index.node.inverse[0]
+        lone = piece.replace(axes=(*piece.axes[:i], index.args[0], *piece.axes[i + 1 :]))
+        try:
+            moved = read_along(graph, lone, i, Idx(order, (place,), term.size))
+        except NoRule:
+            continue
+        return moved.replace(axes=(*moved.axes[:i], place, *moved.axes[i + 1 :]))
+    return piece
 
 
 @rule("gather")

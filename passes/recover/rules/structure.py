@@ -245,8 +245,12 @@ def _sliced_var(graph: Graph, piece: Piece, i: int, axis: Var, start: int, stop:
 @rule("pad")
 def pad(context: Context, eqn: Any, value: Value, padding: Value) -> Value:
     config = eqn.params["padding_config"]
-    if literal_of(padding) is None or literal_of(padding) != 0 or value.background is not None:
-        raise NoRule("padding of a value that is not zero elsewhere")
+    if literal_of(padding) is None or literal_of(padding) != 0:
+        raise NoRule("padding with something else than zeros")
+    if any(low < 0 or high < 0 for low, high, _ in config):
+        ranges = [(max(-low, 0), n - max(-high, 0)) for n, (low, high, _) in zip(value.shape, config, strict=True)]
+        value = _sliced(context, value, ranges)
+        config = [(max(low, 0), max(high, 0), interior) for low, high, interior in config]
     return normalised(context.graph, _padded(context.graph, value, config))
 
 
@@ -257,11 +261,12 @@ def _padded(graph: Graph, value: Value, config: Sequence[tuple[int, int, int]]) 
         for i, (low, high, interior) in enumerate(config):
             if (low, high, interior) == (0, 0, 0):
                 continue
-            if interior or low < 0 or high < 0:
-                raise NoRule("padding between elements or of negative width")
+            if interior:
+                raise NoRule("padding between elements")
             piece = _padded_axis(graph, piece, i, low, high, value.dtype)
         pieces.append(piece)
-    return Value(shape, value.dtype, tuple(pieces))
+    background = None if value.background is None else _padded(graph, value.background, config)
+    return Value(shape, value.dtype, tuple(pieces), background)
 
 
 def _padded_axis(graph: Graph, piece: Piece, i: int, low: int, high: int, dtype: Any) -> Piece:
