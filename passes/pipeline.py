@@ -33,7 +33,7 @@ from moe_xla.passes.recover.grouping import leaves_of
 from moe_xla.passes.recover.interpret import Recovery, describe
 from moe_xla.passes.recover.loads import is_use_of_capacity, numbers_of_layers
 from moe_xla.passes.recover.lower import Lowering, Refusal
-from moe_xla.passes.recover.nodes import is_floating
+from moe_xla.passes.recover.nodes import TooLarge, is_floating
 from moe_xla.passes.recover.session import Session
 from moe_xla.passes.recover.terms import Const, key_of, term_vars
 from moe_xla.passes.recover.values import NoRule
@@ -55,6 +55,7 @@ PATTERNS = (
 _ROLLED_INTO = frozenset({"dense_experts", "weight_gather"})
 SEMANTICS = ("dropless", "exact")
 _RECURSION_LIMIT = 20_000
+_LEAST_BUDGET, _BUDGET_PER_EQUATION = 5_000, 20
 _NEXT_MODE = {"dropless": "exact", "exact": "off"}
 
 
@@ -213,7 +214,7 @@ def _rewritten(
     denials: dict[Any, _Denial] = {}
     layers: dict[Any, _Layer] = {}
     while True:
-        session = Session(modes, options.semantics)
+        session = Session(modes, options.semantics, budget=_budget(closed))
         with _room_for_graphs():
             result = _attempt(closed, session, layers, options)
             outcomes = _outcomes(closed, result, session, layers, options, compare)
@@ -226,6 +227,15 @@ def _rewritten(
             return Rewritten(_evaluator(closed, result), sites, in_order)
         else:
             return Rewritten(as_written, _sites(layers, modes, denials, options, None))
+
+
+def _budget(closed: jex.core.ClosedJaxpr) -> int:
+    """How many maps the passes may make of a program: ten times what they ever needed, a few seconds at most."""
+    return _LEAST_BUDGET + _BUDGET_PER_EQUATION * _equations(closed.jaxpr)
+
+
+def _equations(jaxpr: Any) -> int:
+    return sum(1 + sum(map(_equations, jex.core.jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
 
 
 def _outcomes(
@@ -386,7 +396,7 @@ def _emit(
         program = jax.make_jaxpr(rewritten)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables))
     except Refusal as refusal:
         return refusal
-    except NoRule as error:
+    except (NoRule, TooLarge) as error:
         return Refusal(frozenset(), str(error), None)
     except Exception as error:  # a fault of ours must never reach the user's step: the layers run as written
         return Refusal(frozenset(), _internal("lowering", error), None)

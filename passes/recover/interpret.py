@@ -38,6 +38,7 @@ from moe_xla.passes.recover.nodes import (
     Map,
     Node,
     Rank,
+    TooLarge,
     freeze,
     is_boolean,
     is_extended,
@@ -79,7 +80,7 @@ class Recovery:
 
     def __init__(self, session: Session, path: Path = (), recomputing: bool = False):
         self.session = session
-        self.graph = Graph(self._decide)
+        self.graph = Graph(self._decide, session.budget)
         self.context = Context(self.graph, session.is_dropless, self._site_of, self._note_rank)
         self.graph.reader = DenseReader(self.context, self._note_dense, self._passed)
         self.entrance: Entrance | None = None
@@ -478,7 +479,7 @@ class Recovery:
             return None
         try:
             result = rule(self.context, step.eqn, *[w.value for w in step.inputs])
-        except (NoRule, Contradiction) as error:
+        except (NoRule, Contradiction, TooLarge) as error:
             step.refusal = str(error) or "contradiction"
             return None
         except Exception as error:  # a fault in a rule must never reach the user's step: the equation runs as written

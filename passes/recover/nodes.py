@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -370,6 +371,10 @@ class Reader(Protocol):
     def product(self, factor: Factor, index: Idx) -> tuple[Factor, ...] | None: ...
 
 
+class TooLarge(Exception):
+    """More maps were made than a program of this size may need: its definitions grow with each reading."""
+
+
 class Graph:
     """The nodes of one scope.
 
@@ -377,8 +382,13 @@ class Graph:
     an array at data-dependent places.
     """
 
-    def __init__(self, compare_hook: Callable[[Graph, str, Factor, float], bool | None] | None = None):
+    def __init__(
+        self,
+        compare_hook: Callable[[Graph, str, Factor, float], bool | None] | None = None,
+        budget: float = math.inf,
+    ):
         self.reader: Reader | None = None
+        self._left = budget
         self._table: dict[Any, Node] = {}
         self.memo: dict[Any, Any] = {}
         self.bounds: dict[Node, int] = {}
@@ -442,6 +452,9 @@ class Graph:
 
     def map(self, prim: Any, params: dict[str, Any], operands: Sequence[Factor], dtype: Any) -> Factor:
         """`prim` applied elementwise to factors, folded where its value is known."""
+        self._left -= 1
+        if self._left < 0:
+            raise TooLarge("its definitions grow too large to be followed")
         ops = tuple(operands)
         folded = self._fold(prim, params, ops, dtype)
         if folded is not None:

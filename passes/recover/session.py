@@ -8,6 +8,7 @@ In: facts reported while a program is walked.  Out: the mode of each site, and w
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 from moe_xla.passes.recover.terms import Idx, IndexKey, key_of
@@ -25,7 +26,7 @@ class Threshold(NamedTuple):
 @dataclasses.dataclass
 class Session:
     """One walk over a program: `modes` says what is asked of a site, `default` of every other one;
-    `enters` whether bodies of scans and checkpoints are walked too.
+    `enters` whether bodies of scans and checkpoints are walked too, `budget` how many maps each of them may make.
 
     `choices` names the site of each array that chooses experts, `unwanted` those arrays whose queue is left as it is
     written; `sorted` are the sites whose positions come out of a sort by expert; `chosen` has the indices of a site
@@ -35,6 +36,7 @@ class Session:
     modes: dict[Path, str]
     default: str
     enters: bool = True
+    budget: float = math.inf
     sources: dict[Path, Any] = dataclasses.field(default_factory=dict)
     signatures: dict[Path, Any] = dataclasses.field(default_factory=dict)
     recomputed: set[Path] = dataclasses.field(default_factory=set)

@@ -175,9 +175,6 @@ def train_step(model: Any, capacity: int, state: TrainState, data: dict[str, jax
     return state, metrics
 
 
-SECOND_SITE = pytest.mark.xfail(reason="what is computed again in the backward scan is reported as a layer of its own")
-
-
 @pytest.mark.parametrize(
     ("model", "moe"),
     [
@@ -185,7 +182,7 @@ SECOND_SITE = pytest.mark.xfail(reason="what is computed again in the backward s
         (Model, DenseMoe),
         (Model, LoopMoe),
         (ScannedModel, EinsumMoe),
-        pytest.param(ScannedModel, DenseMoe, marks=SECOND_SITE),
+        (ScannedModel, DenseMoe),
         (ScannedModel, LoopMoe),
     ],
 )
