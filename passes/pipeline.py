@@ -195,8 +195,13 @@ def _with_loops(
     known = {site.source for site in result.sites}
     other = _rewritten(loops, options, compare, refuses)
     sites = tuple(_of_loop(site) if site.source not in known else site for site in other.sites)
-    found = sum(site.status == REWRITTEN for site in sites) > sum(site.status == REWRITTEN for site in result.sites)
-    return Rewritten(other.evaluate, sites, other.outcomes) if found else result
+    return Rewritten(other.evaluate, sites, other.outcomes) if _found(sites) > _found(result.sites) else result
+
+
+def _found(sites: Sequence[Site]) -> tuple[int, int]:
+    """What tells one rewriting of a program from a better one: the places whose layers it rewrites, what it keeps."""
+    rewritten = {site.source for site in sites if site.status == REWRITTEN}
+    return len(rewritten), -sum(site.status != REWRITTEN for site in sites)
 
 
 def _of_loop(site: Site) -> Site:
