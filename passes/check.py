@@ -16,12 +16,12 @@ import numpy as np
 from jax import numpy as jnp
 
 from moe_xla.passes._jax import array_type, bind_equation, source_of
-from moe_xla.passes.recover.interpret import Recovery, is_boring
+from moe_xla.passes.recover.interpret import Recovery
 from moe_xla.passes.recover.nodes import is_extended, is_floating
 from moe_xla.passes.recover.program import Step, Wire
 from moe_xla.passes.recover.reference import Reference, TooLarge
 from moe_xla.passes.recover.session import Session
-from moe_xla.passes.recover.values import Value
+from moe_xla.passes.recover.values import Value, is_boring
 
 
 def compare_every_equation(

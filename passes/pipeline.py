@@ -388,13 +388,15 @@ def _emit(
 ) -> _Emission | Refusal:
     """The rewritten program as a jaxpr over the constants and inputs of the program as written."""
     session = recovery.session
-    costs: Lowering | None = None
+    costs: Sequence[Any] = ()
 
     @jax.jit  # one equation to evaluate, so that the program is not traced once more
     def rewritten(*values: Any) -> list[Any]:
         nonlocal costs
-        costs = Lowering(recovery, dict(zip(given, values, strict=True)), backend)
-        return costs.results(outputs)
+        lowering = Lowering(recovery, dict(zip(given, values, strict=True)), backend)
+        results = lowering.results(outputs)
+        costs = lowering.flops, lowering.tokens, lowering.backends
+        return results
 
     variables = (*closed.jaxpr.constvars, *closed.jaxpr.invars)
     try:
@@ -408,8 +410,7 @@ def _emit(
     for wire, aval in zip(outputs, program.out_avals, strict=True):
         if aval.shape != wire.shape or aval.dtype != wire.dtype:
             return Refusal(frozenset(), "internal failure of the lowering: a result of another type", None)
-    assert costs is not None
-    flops, tokens, backends = (_by_layer(session, table) for table in (costs.flops, costs.tokens, costs.backends))
+    flops, tokens, backends = (_by_layer(session, table) for table in costs)
     idle = frozenset(s for w in session.layer_wires for s in w.layers if not flops.get(session.root(s)))
     if idle:
         return Refusal(idle, "no expert matmul was found on the layer's rows", None)

@@ -23,6 +23,7 @@ from moe_xla.passes.recover.rules.elementwise import NAMES as ELEMENTWISE
 from moe_xla.passes.recover.terms import (
     Const,
     Factor,
+    Flat,
     Idx,
     Term,
     Var,
@@ -31,7 +32,7 @@ from moe_xla.passes.recover.terms import (
     substitute_factor,
     term_vars,
 )
-from moe_xla.passes.recover.values import Contradiction, NoRule, Value, host_of, masked, read
+from moe_xla.passes.recover.values import Contradiction, NoRule, Value, host_of, is_boring, masked, of_node, read
 
 _READ_THROUGH = ELEMENTWISE | {
     *("dot_general", "reduce_sum", "custom_jvp_call", *CALLS),
@@ -150,10 +151,18 @@ class DenseReader:
             self._defined[leaf] = self._defined_by(leaf.wire, leaf.wire.step)
         return self._defined[leaf]
 
+    def _as_array(self, wire: Wire) -> Value:
+        """What is known of an array; where axes were merged, the array itself, to be read along each axis as it is."""
+        value = wire.value
+        assert value is not None
+        if not is_boring(value) or not any(isinstance(a, Flat) for a in value.pieces[0].axes):
+            return value
+        return of_node(self._graph.leaf(wire, wire.shape, wire.dtype))
+
     def _defined_by(self, wire: Wire, step: Any) -> Value | None:
         if not isinstance(step, Step) or step.eqn is None or not step.outputs or step.name not in _READ_THROUGH:
             return None
-        inputs = [w.value for w in step.inputs if w.value is not None]
+        inputs = [self._as_array(w) for w in step.inputs if w.value is not None]
         if step.eqn.effects or len(inputs) < len(step.inputs) or not all(v.is_plain for v in inputs):
             return None
         try:

@@ -56,7 +56,16 @@ from moe_xla.passes.recover.rules.searches import is_search
 from moe_xla.passes.recover.scopes import CHECKPOINTS, SCANS, Entrance, Exit, Scope
 from moe_xla.passes.recover.session import Path, Session
 from moe_xla.passes.recover.terms import Factor, Idx, IndexKey, Var, has_idx, key_of, parts_of
-from moe_xla.passes.recover.values import Contradiction, NoRule, Value, literal_of, of_literal, of_node, unconverted
+from moe_xla.passes.recover.values import (
+    Contradiction,
+    NoRule,
+    Value,
+    is_boring,
+    literal_of,
+    of_literal,
+    of_node,
+    unconverted,
+)
 
 INLINED = {
     "jit": "jaxpr",
@@ -543,8 +552,6 @@ class Recovery:
 
     def _is_worthwhile(self, step: Step) -> bool:
         """Whether an operation on arrays is worth a definition: of indices, masks and literals."""
-        if _merges_axes(step):
-            return False
         if step.name in STRUCTURAL or _picks_choices(step) or _picks_experts(step):
             return True
         if step.name not in ELEMENTWISE and step.name not in _JOINING:
@@ -696,13 +703,6 @@ def _picks_experts(step: Step) -> bool:
     return is_integer(operand.dtype) or (is_floating(operand.dtype) and len(operand.shape) > 2)
 
 
-def is_boring(value: Value | None) -> bool:
-    """Whether nothing but the array itself is known."""
-    if value is None or not value.is_plain or not isinstance(value.factor.node, (Leaf, Lit)):
-        return False
-    return not any(has_idx(a) for a in value.factor.args)
-
-
 def _is_permutation(value: Value | None) -> bool:
     """Whether nothing but an order or its inverse stands in an array, in whatever dtype."""
     if value is None or not value.is_plain:
@@ -719,15 +719,6 @@ def _number_in(const: Any) -> Any:
         return None
     numbers = np.asarray(const).reshape(-1)
     return numbers[0] if np.all(numbers == numbers[0]) else None
-
-
-def _merges_axes(step: Step) -> bool:
-    """Whether an array of numbers is reshaped to fewer axes: by itself, it is read along each of them as it is."""
-    (given, *_), (made, *_) = step.inputs or (None,), step.outputs or (None,)
-    if step.name != "reshape" or given is None or made is None or not is_floating(made.dtype):
-        return False
-    sizes = [sum(n > 1 for n in w.shape) for w in (given, made)]
-    return sizes[1] < sizes[0] and literal_of(given.value) is None
 
 
 def _is_structured(wire: Wire) -> bool:

@@ -45,6 +45,8 @@ from moe_xla.passes.recover.nodes import (
     Ein,
     Graph,
     Iota,
+    Leaf,
+    Lit,
     Map,
     Node,
     is_boolean,
@@ -193,6 +195,13 @@ def literal_of(value: Value | None) -> Any:
     if value is None:
         return 0
     return literal(value.factor) if value.is_plain else None
+
+
+def is_boring(value: Value | None) -> bool:
+    """Whether nothing but the array itself is known."""
+    if value is None or not value.is_plain or not isinstance(value.factor.node, (Leaf, Lit)):
+        return False
+    return not any(has_idx(a) for a in value.factor.args)
 
 
 # ------------------------------------------------------------------------------------------- unification

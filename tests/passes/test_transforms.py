@@ -117,6 +117,14 @@ def test_differentiated_around(form, how, semantics):
 
 
 @few_forms
+def test_no_tracer_leaks(form):
+    inputs = form.inputs(jnp.float64)
+    with jax.checking_leaks():
+        sites = moe_xla.moe_jit(form.step(form.tight)).explain(*inputs).sites
+    assert [site.status for site in sites] == ["rewritten"] * len(sites) and sites
+
+
+@few_forms
 def test_second_derivative(form):
     """Forward over reverse, of the rewritten gradient and around it."""
     params, x = form.inputs(jnp.float64)

@@ -29,12 +29,13 @@ from jax import numpy as jnp
 from moe_xla.passes._jax import bind_equation
 from moe_xla.passes.recover.branches import Switch
 from moe_xla.passes.recover.grouping import leaves_of
-from moe_xla.passes.recover.interpret import Recovery, is_boring
+from moe_xla.passes.recover.interpret import Recovery
 from moe_xla.passes.recover.lower.program import Lowering, is_own
 from moe_xla.passes.recover.nodes import Node, is_extended, is_floating
 from moe_xla.passes.recover.program import Step, Wire
 from moe_xla.passes.recover.scopes import Export, Feed, Scope
 from moe_xla.passes.recover.terms import key_of
+from moe_xla.passes.recover.values import is_boring
 
 # How the leaves are varied: not at all; the rows of one token; all that are no rows of tokens, by their rounding.
 _VARIANTS = 3
