@@ -45,15 +45,24 @@ NEAR_MISSES = (*COLLIDES, *OVERFLOW_COLLIDES, *NEEDS_CAPACITY, *EITHER)
 # Layers that are run as written today, though nothing forbids to rewrite them: the choices that together stop it.
 # Their numbers are checked like all others; that they are rewritten is not asked for.
 GAPS: tuple[Mapping[str, tuple], ...] = (
+    {"around": ("cond",)},
+    {"around": ("checkpoint_dots",)},
+    {"around": ("sliced",)},
+    {"around": ("checkpoint_experts",), "order": ("offset",)},
+    {"around": ("checkpoint_experts",), "masks": ("positive", "bool", "nonzero")},
     {"batching": ("loop",)},
     {"order": ("multi_hot", "offset_kept")},
     {"order": ("offset",), "family": ("scatter",)},
     {"order": ("offset",), "rank_dtype": ("float32", "float64"), "around": ("map", "scan", "scan_checkpoint")},
+    {"sample": ("take",), "rank": ("minus_self", "pad", "pad_after", "concatenate")},
     {"sample": ("max",), "padding": ("periodic", "data")},
     {"overflow": ("first_slot_sliced",), "padding": ("periodic", "data")},
+    {"metrics": ("queue",), "padding": ("periodic", "data")},
     {"around": ("scan_checkpoint",), "padding": ("periodic", "data")},
     {"overflow": ("clamped",), "rank_dtype": ("float32", "float64")},
     {"order": ("offset",), "masks": ("where",)},
+    {"family": ("scatter",), "padding": ("periodic", "data")},
+    {"family": ("scatter",), "chooser": ("argmax", "argmax_inf", "argsort")},
     {
         "family": ("scatter",),
         "around": ("scan", "scan_checkpoint"),
