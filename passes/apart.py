@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import jax
 import jax.extend as jex
 
+from moe_xla.passes.bodies import BodyChanger, with_params
 from moe_xla.passes.site import REWRITTEN, Site
 
 CUSTOM_VJP = "custom_vjp_call"
-_APART = {CUSTOM_VJP: ("call_jaxpr",), "while": ("body_jaxpr",)}
+_APART = {CUSTOM_VJP: "call_jaxpr", "while": "body_jaxpr"}
 _ENTERED = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "scan", "cond"})
-_BODIES = (jex.core.Jaxpr, jex.core.ClosedJaxpr)
 # Without one of these there is no layer; many other loops have none.
 _CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general"})
 
@@ -51,58 +51,28 @@ class Parted:
 def with_bodies_apart(closed: jex.core.ClosedJaxpr, rewrite: Rewrite) -> Parted:
     """The program with the bodies of `custom_vjp` functions and loops rewritten; the very same one if none is."""
     parting = _Parting(rewrite)
-    return Parted(parting.body(closed), tuple(parting.sites))
+    return Parted(parting.bodies.body(closed), tuple(parting.sites))
 
 
 class _Parting:
-    """Rewrites bodies wherever they are reached.  One that equations share is rewritten once and stays shared."""
+    """Rewrites bodies wherever they are reached, each once."""
 
     def __init__(self, rewrite: Rewrite):
         self._rewrite = rewrite
-        self._known: dict[int, Any] = {}
+        self.bodies = BodyChanger(self._equation, _ENTERED)
         self.sites: list[Site] = []
 
-    def body(self, body: Any) -> Any:
-        """A jaxpr, closed or not, in which the bodies apart are rewritten; itself if none is."""
-        return self._once(body, self._with_equations)
-
-    def _once(self, body: Any, change: Callable[[Any], Any]) -> Any:
-        if id(body) not in self._known:
-            self._known[id(body)] = change(body)
-        return self._known[id(body)]
-
-    def _with_equations(self, body: Any) -> Any:
-        jaxpr = getattr(body, "jaxpr", body)
-        eqns = [self._equation(eqn) for eqn in jaxpr.eqns]
-        if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
-            return body
-        changed = jaxpr.replace(eqns=eqns)
-        return jex.core.ClosedJaxpr(changed, body.consts) if isinstance(body, jex.core.ClosedJaxpr) else changed
-
-    def _equation(self, eqn: Any) -> Any:
+    def _equation(self, eqn: Any) -> list[Any] | None:
         name = eqn.primitive.name
-        params = dict(eqn.params)
-        if name in _APART:
-            why = (
-                f"the rule of a {CUSTOM_VJP} differentiates the layer as it is written" if name == CUSTOM_VJP else None
-            )
-            for key in _APART[name]:
-                params[key] = self._once(params[key], lambda body: self._apart(body, why))
-        elif name in _ENTERED:
-            params = {key: self._param(param) for key, param in params.items()}
-        changed = any(params[key] is not param for key, param in eqn.params.items())
-        return eqn.replace(params=params) if changed else eqn
-
-    def _param(self, param: Any) -> Any:
-        if isinstance(param, _BODIES):
-            return self.body(param)
-        if isinstance(param, tuple) and any(isinstance(p, _BODIES) for p in param):
-            branches = tuple(map(self._param, param))
-            return param if all(new is old for new, old in zip(branches, param, strict=True)) else branches
-        return param
+        if name not in _APART:
+            return None
+        why = f"the rule of a {CUSTOM_VJP} differentiates the layer as it is written" if name == CUSTOM_VJP else None
+        key = _APART[name]
+        body = self.bodies.once(eqn.params[key], lambda body: self._apart(body, why))
+        return [with_params(eqn, {**eqn.params, key: body})]
 
     def _apart(self, body: Any, why: str | None) -> Any:
-        """A body with its layers rewritten; itself where none is, or where it would not be of the same type."""
+        """A body with its layers rewritten; itself where none is."""
         if not _contracts(body):
             return body
         result = self._rewrite(body, why)
@@ -110,7 +80,7 @@ class _Parting:
         if not any(site.status == REWRITTEN for site in result.sites):
             return body
         inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in _invars(body)]
-        return jax.make_jaxpr(lambda *arrays: result.evaluate(*arrays))(*inputs)
+        return jax.make_jaxpr(result.evaluate)(*inputs)
 
 
 def _invars(body: Any) -> Sequence[Any]:

@@ -119,7 +119,7 @@ class _Emission:
 def rewrite_jaxpr(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritten:
     """Rewrites the Mixture-of-Experts layers of `closed`; never raises for a program that jax itself accepts."""
     try:
-        return _rewritten_whole(closed, options, _random_probe if options.probe else None)
+        return _rewritten_whole(closed, options, probe if options.probe else None)
     except Exception as error:  # a fault of ours must never reach the user's step: it runs as written
         logging.warning("moe_xla: %s; the step runs as written", _internal("passes", error))
         return Rewritten(jex.core.jaxpr_as_fun(closed), ())
@@ -128,10 +128,6 @@ def rewrite_jaxpr(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritt
 def compare_sites(closed: jex.core.ClosedJaxpr, inputs: Sequence[Any], options: PassOptions) -> Rewritten:
     """As `rewrite_jaxpr`; compares each rewritten site with the layer as written on concrete inputs, and keeps it."""
     return _rewritten_whole(closed, options, functools.partial(probe, inputs=inputs), refuses=False)
-
-
-def _random_probe(closed: jex.core.ClosedJaxpr, plan: Plan) -> Callable[[Any], Outcome]:
-    return probe(closed, plan)
 
 
 _Compare = Callable[[jex.core.ClosedJaxpr, Plan], Callable[[Any], Outcome]]

@@ -25,6 +25,7 @@ from typing import Any
 import jax.extend as jex
 from absl import logging
 
+from moe_xla.passes.bodies import BodyChanger
 from moe_xla.passes.regroup.products import emitted, holds_products, is_product
 from moe_xla.passes.regroup.sites import sites_of
 from moe_xla.passes.regroup.walk import ENTERED, Found, found_in
@@ -52,47 +53,20 @@ def regrouped(closed: jex.core.ClosedJaxpr, backend: str, semantics: str = "drop
         return Regrouped(closed, ())
     try:
         found = found_in(closed.jaxpr, backend)
-        return Regrouped(_Replacing(found, backend).body(closed), sites_of(found, PATTERN, semantics))
+        return Regrouped(_replaced(closed, found, backend), sites_of(found, PATTERN, semantics))
     except Exception as error:  # a fault of ours must never reach the user's step: it runs as written
         logging.warning("moe_xla: ragged dots run as written: %s: %s", type(error).__name__, error)
         return Regrouped(closed, ())
 
 
-class _Replacing:
-    """Replaces the products that may be, wherever they are reached.  A body that equations share stays shared."""
+def _replaced(closed: jex.core.ClosedJaxpr, found: Iterable[Found], backend: str) -> jex.core.ClosedJaxpr:
+    """The program with the products replaced that may be, wherever they are reached."""
+    kept = {id(f.eqn) for f in found if f.reason is not None}
 
-    def __init__(self, found: Iterable[Found], backend: str) -> None:
-        self._kept = {id(f.eqn) for f in found if f.reason is not None}
-        self._backend = backend
-        self._bodies: dict[int, Any] = {}
+    def change(eqn: Any) -> list[Any] | None:
+        if not is_product(eqn):
+            return None
+        return [eqn] if id(eqn) in kept else emitted(eqn, backend)
 
-    def body(self, body: Any) -> Any:
-        """A jaxpr, closed or not, with its products replaced; itself if it holds none."""
-        if id(body) not in self._bodies:
-            self._bodies[id(body)] = self._body(body)
-        return self._bodies[id(body)]
-
-    def _body(self, body: Any) -> Any:
-        jaxpr = getattr(body, "jaxpr", body)
-        parts = [self._equations(eqn) for eqn in jaxpr.eqns]
-        if all(part == [eqn] for part, eqn in zip(parts, jaxpr.eqns, strict=True)):
-            return body
-        replaced = jaxpr.replace(eqns=[eqn for part in parts for eqn in part])
-        return jex.core.ClosedJaxpr(replaced, body.consts) if isinstance(body, jex.core.ClosedJaxpr) else replaced
-
-    def _equations(self, eqn: Any) -> list[Any]:
-        if is_product(eqn):
-            return [eqn] if id(eqn) in self._kept else emitted(eqn, self._backend)
-        if eqn.primitive.name not in ENTERED:
-            return [eqn]
-        params = {name: self._param(param) for name, param in eqn.params.items()}
-        changed = any(params[name] is not param for name, param in eqn.params.items())
-        return [eqn.replace(params=params) if changed else eqn]
-
-    def _param(self, param: Any) -> Any:
-        if isinstance(param, (jex.core.Jaxpr, jex.core.ClosedJaxpr)):
-            return self.body(param)
-        if isinstance(param, tuple) and any(isinstance(p, (jex.core.Jaxpr, jex.core.ClosedJaxpr)) for p in param):
-            branches = tuple(map(self._param, param))
-            return param if all(new is old for new, old in zip(branches, param, strict=True)) else branches
-        return param
+    replaced: jex.core.ClosedJaxpr = BodyChanger(change, ENTERED).body(closed)
+    return replaced
