@@ -74,6 +74,20 @@ def bind_equation(eqn: Any, inputs: Any) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+# What jax 0.12 calls an operation that it has a program for.
+COMPOSITE = "call_hi_primitive"
+
+
+def expansion(eqn: Any) -> Any:
+    """The closed jaxpr that a composite operation stands for."""
+    operation = eqn.params["_prim"]
+
+    def expanded(*flat: Any) -> list[Any]:
+        return jax.tree.leaves(operation.expand(*jax.tree.unflatten(operation.in_tree, flat)))
+
+    return jax.make_jaxpr(expanded)(*(v.aval for v in eqn.invars))
+
+
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """How many inputs of a scan are constants of its body, and how many are carried."""
     if "num_consts" in eqn.params:

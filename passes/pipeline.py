@@ -52,7 +52,7 @@ PATTERNS = (
     RAGGED_DOT,
 )
 # Loops over experts are rolled into programs with an axis of experts first.
-_ROLLED_INTO = frozenset({"dense_experts", "weight_gather"})
+_ROLLED_INTO = frozenset({"dense_experts", "weight_gather", "scatter_dispatch"})
 SEMANTICS = ("dropless", "exact")
 _RECURSION_LIMIT = 20_000
 _LEAST_BUDGET, _BUDGET_PER_EQUATION = 5_000, 20
@@ -496,7 +496,8 @@ def _pattern(wires: Sequence[Any]) -> str:
     makers = {getattr(w.step, "name", None) for w in wires if is_floating(w.dtype)}
     if not any(w.slots for w in wires):
         return "weight_gather" if "gather" in makers else "dense_experts"
-    return "scatter_dispatch" if makers & {"scatter", "scatter-add"} else "einsum_dispatch"
+    filled = {getattr(w.step, "name", None) for w in wires if w.slots and is_floating(w.dtype)}
+    return "scatter_dispatch" if makers & {"scatter", "scatter-add"} or "gather" in filled else "einsum_dispatch"
 
 
 def _dot_flops(step: Any) -> int:

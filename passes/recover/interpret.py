@@ -16,12 +16,13 @@ import jax.extend as jex
 import jax.extend.core.primitives as prims
 import numpy as np
 
-from moe_xla.passes._jax import array_type, scan_counts, source_of
+from moe_xla.passes._jax import COMPOSITE, array_type, expansion, scan_counts, source_of
 from moe_xla.passes.recover import loads, prefix
 from moe_xla.passes.recover.branches import CONDS, BranchEntrance, Switch, SwitchExit
 from moe_xla.passes.recover.dense import DenseReader
 from moe_xla.passes.recover.facts import (
     bound_of,
+    choices_of,
     distinct_of,
     is_nonnegative,
     lower_bound,
@@ -41,7 +42,6 @@ from moe_xla.passes.recover.nodes import (
     TooLarge,
     freeze,
     is_boolean,
-    is_extended,
     is_floating,
     is_integer,
     literal,
@@ -78,8 +78,8 @@ INLINED = {
 _REARRANGING = frozenset({"concatenate", "stack", "unstack", "split", "slice", "squeeze", "rev", "sort"})
 # What differs along an axis of theirs still does.
 _PERMUTING = frozenset({"slice", "rev", "sort"})
-# Constants of so few elements are looked into.
-_SMALL = 64
+# Constants of so few elements are looked into: for one number, and for 0, 1, ….
+_SMALL, _LARGE = 64, 1 << 20
 _JOINING = frozenset({"concatenate", "stack"})
 STRUCTURAL = frozenset({"broadcast_in_dim", "transpose", "reshape", "squeeze", "iota"})
 
@@ -100,7 +100,7 @@ class Recovery:
         self._recomputing = recomputing
         self._callers: list[Any] = []
         self._uses: collections.Counter[Any] = collections.Counter()
-        self._folded = False
+        self._folded: frozenset[tuple[IndexKey, int]] = frozenset()
         self._matrices: dict[IndexKey, list[Wire]] = {}
         self._step: Step | None = None
 
@@ -198,7 +198,7 @@ class Recovery:
         self.session.note_threshold(fact.rank.site, threshold, self._step)
         if not self.session.is_dropless(fact.rank.site):
             return None
-        self._folded = True
+        self._folded |= {(key_of(fact.rank.index), choices_of(graph, fact.rank))}
         return name in ("lt", "le", "min")
 
     # ------------------------------------------------------------------------------------------- the walk
@@ -251,8 +251,8 @@ class Recovery:
 
     def _equation(self, eqn: Any, inputs: Sequence[Wire]) -> list[Wire]:
         name = eqn.primitive.name
-        if name in INLINED and not is_search(eqn) and self._is_telling(eqn.params[INLINED[name]], inputs):
-            inner = eqn.params[INLINED[name]]
+        inner = _body_of(eqn)
+        if inner is not None and self._is_telling(inner, inputs):
             consts = [self.constant(c) for c in getattr(inner, "consts", ())]
             self._callers.append(eqn)
             outputs = self.walk(getattr(inner, "jaxpr", inner), consts, inputs)
@@ -395,16 +395,18 @@ class Recovery:
         return wire
 
     def _know(self, wire: Wire, const: Any) -> None:
-        """Gives a constant its value: a number, where it holds one number everywhere."""
+        """Gives a constant its value: a number, where it holds one number everywhere, or 0, 1, …, as `arange` does."""
         number = _number_in(const)
         if number is not None:
             wire.value = of_literal(self.graph, number, wire.shape, wire.dtype)
+        elif _counts_up(const):
+            wire.value = of_node(self.graph.iota(wire.shape[0], wire.dtype))
         else:
             wire.value = of_node(self.graph.leaf(wire, wire.shape, wire.dtype))
 
     def _transfer(self, step: Step) -> None:
         """Gives a step's outputs their values."""
-        self._folded, self._step = False, step
+        self._folded, self._step = frozenset(), step
         tainted = frozenset().union(*(w.tainted for w in step.inputs)) if step.inputs else frozenset()
         values = self._rule_values(step)
         counted = self._spelled_count(step) or self._sorted_count(step, values)
@@ -413,7 +415,8 @@ class Recovery:
         if values is not None and not self._note_experts(step, values):
             values, step.refusal = None, "this layer is left as it is written"
         for k, wire in enumerate(step.outputs):
-            wire.changed = self._folded or any(w.changed for w in step.inputs)
+            wire.changed = bool(self._folded) or any(w.changed for w in step.inputs)
+            wire.kept = self._folded if is_boolean(wire.dtype) else frozenset()
             value = values[k] if values is not None else None
             if value is None:
                 wire.tainted = tainted
@@ -681,6 +684,14 @@ def _uses(jaxpr: Any) -> collections.Counter[Any]:
     return uses
 
 
+def _body_of(eqn: Any) -> Any:
+    """What a call runs, or an operation on integers that jax has a program for; None for other equations."""
+    name = eqn.primitive.name
+    if name == COMPOSITE and all(is_integer(array_type(v.aval)[1]) for v in eqn.outvars):
+        return expansion(eqn)
+    return eqn.params[INLINED[name]] if name in INLINED and not is_search(eqn) else None
+
+
 def _is_live(eqn: Any, uses: collections.Counter[Any]) -> bool:
     return bool(eqn.effects) or any(uses[v] for v in eqn.outvars)
 
@@ -711,11 +722,22 @@ def _is_permutation(value: Value | None) -> bool:
     return isinstance(node, Leaf) and node.inverse is not None and not any(has_idx(a) for a in value.factor.args)
 
 
+def _are_known_integers(const: Any, most: int) -> bool:
+    """Whether a constant is an array of up to so many integers that can be looked into."""
+    return not isinstance(const, jax.core.Tracer) and 0 < np.size(const) <= most and is_integer(const.dtype)
+
+
+def _counts_up(const: Any) -> bool:
+    """Whether a constant is 0, 1, …, n-1, with n above 1."""
+    if np.ndim(const) != 1 or np.size(const) < 2 or not _are_known_integers(const, _LARGE):
+        return False
+    numbers = np.asarray(const)
+    return bool(np.array_equal(numbers, np.arange(len(numbers), dtype=numbers.dtype)))
+
+
 def _number_in(const: Any) -> Any:
     """The integer that a small constant holds everywhere, if it is known and there is one."""
-    if isinstance(const, jax.core.Tracer) or not 0 < np.size(const) <= _SMALL or is_extended(const.dtype):
-        return None
-    if not is_integer(const.dtype):
+    if not _are_known_integers(const, _SMALL):
         return None
     numbers = np.asarray(const).reshape(-1)
     return numbers[0] if np.all(numbers == numbers[0]) else None

@@ -32,7 +32,7 @@ _PASSING = frozenset(
         *("select_n", "sqrt", "rsqrt", "square", "integer_pow", "abs", "add_any", "copy", "stop_gradient"),
     ]
 )
-
+_MASKING = frozenset({"and", "or", "not", "xor", "mul"})
 
 # Up to this, a number is taken for a weight or a small constant, unless it is a known size divided by the capacity.
 _SMALL = 2
@@ -115,10 +115,12 @@ class LiteralUse(NamedTuple):
 def follow(graph: Graph, step: Step, is_dropless: Callable[[Any], bool]) -> list[LiteralUse]:
     """Passes on which counts flow into the outputs of a step, and the numbers that they meet there."""
     name = step.name
+    _follow_kept(step)
     if any(is_dropless(site) for w in step.outputs for site in w.tainted):
         return []  # positions have a rule of their own, where they are computed
     if name in _REDUCING and step.inputs[0].value is not None:
         counted = _counted(graph, step.inputs[0].value, step.eqn.params) | step.inputs[0].loads
+        counted |= _kept_counted(step)
         for wire in step.outputs:
             wire.loads = counted
             wire.mean_of = _reduced_cells(graph, step) if counted else None
@@ -137,6 +139,22 @@ def follow(graph: Graph, step: Step, is_dropless: Callable[[Any], bool]) -> list
         return []
     means = dict(w.mean_of for w in step.inputs if w.mean_of is not None)
     return [LiteralUse(loads, n, means.get(n) if name == "div" else None, step) for n in numbers]
+
+
+def _follow_kept(step: Step) -> None:
+    """Passes on what says which assignments are kept: a value for each of them, not a row."""
+    size = max((math.prod(w.shape) for w in step.inputs if w.kept), default=0)
+    if step.name in _MASKING | _PASSING:
+        for wire in step.outputs:
+            if math.prod(wire.shape) <= size:
+                wire.kept |= frozenset().union(*(w.kept for w in step.inputs))
+
+
+def _kept_counted(step: Step) -> frozenset[IndexKey]:
+    """The indices of which a reduction counts what is kept of more than one token."""
+    summed, axes = step.inputs[0], step.eqn.params.get("axes", (step.eqn.params.get("axis"),))
+    cells = math.prod(summed.shape[i] for i in axes)
+    return frozenset(key for key, choices in summed.kept if cells > choices)
 
 
 def is_use_of_capacity(use: LiteralUse, known: Numbers) -> bool:

@@ -395,6 +395,7 @@ class Graph:
         self.distinct: dict[Node, int] = {}
         # What an order sorts, along which axis.
         self.orders: dict[Node, tuple[Any, int]] = {}
+        self.queues: list[Rank] = []
         self._compare_hook = compare_hook
 
     def release(self) -> None:
@@ -405,6 +406,7 @@ class Graph:
                 node.wire = None
         for known in (self._table, self.memo, self.bounds, self.distinct, self.orders):
             known.clear()
+        self.queues.clear()
 
     def _cons(self, key: Any, make: Callable[[], Node]) -> Node:
         node = self._table.get(key)
@@ -521,6 +523,8 @@ class Graph:
             return ops[0]
         if name in ("add", "add_any", "sub") and values[1] is not None and values[1] == 0 and is_integer(dtype):
             return ops[0]
+        if name in ("div", "rem") and is_integer(dtype) and values[1] is not None and values[1] > 0:
+            return self._fold_division(name, ops[0], int(values[1]), dtype)
         if name in ("eq", "ne") and (ops[0] == ops[1] and is_integer(ops[0].node.dtype)):
             return self.lit(name == "eq", bool)
         if name in ("eq", "ne") and values[1] is not None and values[1] == 0 and _is_positive(ops[0]):
@@ -534,6 +538,15 @@ class Graph:
                 absorbing = bool(values[i]) == (name == "or")
                 return self.lit(name == "or", bool) if absorbing else ops[1 - i]
         return None
+
+    def _fold_division(self, name: str, factor: Factor, divisor: int, dtype: Any) -> Factor | None:
+        """Quotients and remainders by one, and of what is proved to be smaller than the divisor."""
+        if divisor == 1:
+            return factor if name == "div" else self.lit(0, dtype)
+        bound = factor.node.shape[0] if isinstance(factor.node, Iota) else self.bounds.get(factor.node)
+        if bound is None or bound > divisor:
+            return None
+        return factor if name == "rem" else self.lit(0, dtype)
 
     def _fold_mask(self, ops: tuple[Factor, ...], dtype: Any) -> Factor | None:
         """A position times a mask is a selection: both cases are then seen by whoever uses it as a place."""
@@ -655,8 +668,12 @@ class Graph:
         guards_c = tuple(substitute_factor(g, mapping) for g in guards)
         b, o, m = (tuple(mapping[v] for v in vs) for vs in (batch, order, many))
         key = ("rank", index_c, b, o, m, guards_c, str(dtype))
-        node = self._cons(key, lambda: Rank(index_c, b, o, m, guards_c, dtype, site))  # type: ignore[arg-type]
+        node = self._cons(key, lambda: self._queue(Rank(index_c, b, o, m, guards_c, dtype, site)))  # type: ignore[arg-type]
         return Factor(node, (*batch, *order))
+
+    def _queue(self, rank: Rank) -> Rank:
+        self.queues.append(rank)
+        return rank
 
 
 _COMPARISONS = frozenset({"lt", "le", "gt", "ge", "max", "min"})

@@ -1,4 +1,4 @@
-"""Where the members of a group come together again: sums, selects, stacks.
+"""Where the members of a group come together again: sums, selects, scatters, stacks.
 
 In: the `Places` of a graph.  Out: `closures_of`: for operations that join members of groups, a `Closure` that gives
 their result from the rolled arrays.
@@ -18,6 +18,7 @@ from jax import lax
 from moe_xla.passes.recover.nodes import is_floating, is_integer
 from moe_xla.passes.roll.graph import Graph, Op, Value
 from moe_xla.passes.roll.groups import Group, Place, Places
+from moe_xla.passes.roll.scattered import adds_rows, scatter_all
 
 ADDS = frozenset({"add", "add_any"})
 
@@ -54,6 +55,8 @@ def closures_of(graph: Graph, places: Places) -> dict[Op, Closure]:
             closure = _switch(op, places) or _selects(op, graph, places, inner)
         elif op.name in ("stack", "concatenate"):
             closure = _joined(op, places)
+        elif adds_rows(op):
+            closure = _scatters(op, places, inner)
         else:
             closure = None
         if closure is not None:
@@ -248,6 +251,32 @@ def _switch(op: Op, places: Places) -> Closure | None:
         return chosen_sum(lax.eq(wanted, lax.broadcasted_iota(np.int32, shape, 0)), rolled[0])
 
     return Closure((Run(first.group, first.result, 0, len(cases)),), (which,), emit)
+
+
+# --- scatters
+
+
+def _scatters(root: Op, places: Places, inner: set[Op]) -> Closure | None:
+    """A chain of additions of rows into one array: those of all members are added at once."""
+    chain, start = [root], root.inputs[0]
+    while start.op is not None and start.op.key == root.key and _is_interior(start, root.outputs[0].aval.shape):
+        chain.append(start.op)
+        start = start.op.inputs[0]
+    found = [[places.member(v) for v in op.inputs[1:]] for op in chain]
+    members = [[p for p in row if p is not None] for row in found]
+    if len(chain) < 2 or any(len(row) != len(root.inputs) - 1 for row in members) or places[start] is not None:
+        return None
+    low = min(row[0].entry for row in members)
+    wanted = {tuple(Place(p.group, p.result, low + k) for p in members[0]) for k in range(len(chain))}
+    if {tuple(row) for row in members} != wanted:
+        return None
+    inner.update(chain[1:])
+    runs = tuple(Run(p.group, p.result, low, len(chain)) for p in members[0])
+
+    def emit(rolled: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        return scatter_all(root.eqn, arrays[0], *rolled)
+
+    return Closure(runs, (start,), emit)
 
 
 # --- stacks

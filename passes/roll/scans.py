@@ -22,6 +22,7 @@ from moe_xla.passes.recover.nodes import is_integer
 from moe_xla.passes.roll.closures import ADDS, chosen_sum, is_summable, move_axis
 from moe_xla.passes.roll.graph import VIEWS, Graph, Op, Value, holds, is_random
 from moe_xla.passes.roll.marks import Marks, is_small, known_result
+from moe_xla.passes.roll.scattered import adds_rows, scatter_all
 from moe_xla.passes.roll.unrolled import batched_bind
 
 
@@ -43,7 +44,8 @@ class Row:
 class Carry:
     """How a carry changes.
 
-    `kind` is "same"; "counter"; "sum" (the sum of `terms` is added); "chosen" (`terms[0]` where `mask`); "masked"
+    `kind` is "same"; "counter"; "sum" (the sum of `terms` is added); "scattered" (the rows `terms[1]` are added at the
+    places `terms[0]`); "chosen" (`terms[0]` where `mask`); "masked"
     (zero where `mask`, and read only where it holds); "rows" (`row` is written, and no other row is read).
     Masks exclude each other.
     """
@@ -191,7 +193,10 @@ class _Plan:
             return Carry("counter")
         if sum(v is result for v in self.body.outputs) > 1 or result.users or result.op is None:
             raise _NotRolled
-        carry = self._sum(carried, result) if result.op.name in ADDS else self._replaced(carried, result.op)
+        if result.op.name in ADDS:
+            carry = self._sum(carried, result)
+        else:
+            carry = self._scattered(carried, result.op) or self._replaced(carried, result.op)
         self.varying.add(result)
         return carry
 
@@ -209,6 +214,12 @@ class _Plan:
         if len(carried.users) != 1 or carried.is_output:
             raise _NotRolled
         return Carry("sum", tuple(terms))
+
+    def _scattered(self, carried: Value, op: Op) -> Carry | None:
+        """Rows that are added into the carry, at places that are not one row after the other."""
+        if not adds_rows(op) or op.inputs[0] is not carried or len(carried.users) != 1 or carried.is_output:
+            return None
+        return Carry("scattered", op.inputs[1:])
 
     def _towards(self, carried: Value, op: Op) -> tuple[Value, Value]:
         """The operand of an addition that holds the carry, and the other one."""
@@ -467,6 +478,9 @@ class _Plan:
                 summed = self._summed(term, env)
                 total = summed if total is None else lax.add(total, summed)
             return total
+        if carry.kind == "scattered":
+            assert result.op is not None
+            return scatter_all(result.op.eqn, start, *(self._stack(v, env) for v in carry.terms))
         if carry.row is not None:
             laid, row = self._laid(carry.row, env), carry.row
             whole = laid.shape == start.shape

@@ -127,7 +127,7 @@ def slot_arrays(form: Form, jaxpr, capacity: int) -> list[str]:
 
     These are masks over slots, padded buffers, and a matrix of an expert for every assignment.  The sizes of the forms
     are distinct, so a shape gives its axes away: `capacity` (or one more) next to experts or tokens, or experts and
-    slots merged into one axis, or both sizes of a matrix next to tokens.
+    slots merged into one axis, `capacity` next to features, or both sizes of a matrix next to tokens.
     """
     group_tokens = form.tokens // form.groups
     rows = {group_tokens, form.tokens, group_tokens * form.choices, form.tokens * form.choices}
@@ -139,7 +139,8 @@ def slot_arrays(form: Form, jaxpr, capacity: int) -> list[str]:
     for shape, primitive in shapes(jaxpr):
         sizes = set(shape)
         padded = (sizes & slots and sizes & (rows | {form.experts})) or (sizes & merged and len(shape) > 1)
+        listed = capacity in sizes and sizes & {MODEL, HIDDEN}  # the rows of one expert
         wide = {MODEL, HIDDEN} <= sizes and sizes & rows  # a matrix of an expert for every assignment
-        if padded or wide:
+        if padded or listed or wide:
             found.append(f"{primitive}{list(shape)}")
     return found

@@ -32,6 +32,8 @@ NAMED: dict[str, Program] = {
     # single experts sliced out of an array over all of them
     "slices_of_every_expert": Program(family="dense_all", biases=True, batching="loop"),
     "saved_contractions": Program(order="offset", rank_dtype="float32", around="checkpoint_dots"),
+    # how many are kept, of a capacity, where a test of positions says it and no mask over slots
+    "use_rate_of_scattered_rows": Program(family="scatter", near_miss="use_rate"),
     "padding_before_the_first_slot": Program(padding="periodic", rank="after", near_miss="padding_unmasked"),
 }
 

@@ -13,6 +13,7 @@ import jax.extend.core.primitives as prims
 import numpy as np
 
 from moe_xla.passes.recover.nodes import Graph
+from moe_xla.passes.recover.rules.lists import used_entries
 from moe_xla.passes.recover.rules.table import Context
 from moe_xla.passes.recover.terms import UNIT, Const, Factor, Var, fresh_axis, has_idx, vars_of
 from moe_xla.passes.recover.values import (
@@ -44,7 +45,7 @@ def on_cells(
 ) -> Value:
     """The operation on every cell: on the data of the cells that pieces hit, and on the backgrounds elsewhere."""
     graph = context.graph
-    values = [celled(graph, v) for v in values]
+    values = [_entries(graph, celled(graph, v)) for v in values]
     structured = [i for i, v in enumerate(values) if not v.is_plain]
     for i in structured:
         if not has_unique_cells(graph, values[i]):
@@ -58,6 +59,20 @@ def on_cells(
             if (i, k) not in done:
                 pieces.append(_joint(context, prim, params, values, backgrounds, structured, (i, k), done, dtype))
     return _with_background(context, prim, params, backgrounds, pieces, shape, dtype)
+
+
+def _entries(graph: Graph, value: Value) -> Value:
+    """A mask of the entries of lists that hold a token, or of those that hold none, as places in queues."""
+    found = used_entries(graph, value)
+    if found is None:
+        return value
+    used, is_mask = found
+    if not has_unique_cells(graph, used):
+        return value
+    if is_mask:
+        return used
+    unused = tuple(p.replace(factors=(graph.lit(False, bool),)) for p in used.pieces)
+    return Value(value.shape, value.dtype, unused, of_literal(graph, True, value.shape, value.dtype))
 
 
 def celled(graph: Graph, value: Value) -> Value:

@@ -111,9 +111,9 @@ def _product_piece(
     guards = [*p.guards, *q.guards]
     summed = [(a, b) for a, b in joined if ("left", a) not in out and ("right", b) not in out]
     for a, b in summed:
-        guards += _existence(context, p.axes[a])
+        guards += existence(context, p.axes[a])
         if q.axes[b] != p.axes[a]:
-            guards += _existence(context, q.axes[b])
+            guards += existence(context, q.axes[b])
     piece = Piece(axes, _factors(p, q, dtype), p.coef * q.coef, rest, tuple(dict.fromkeys(guards)))
     lost = [v for a, _ in summed for v in term_vars(p.axes[a])]
     return renormalised(graph, _count_lost(piece, lost))
@@ -124,7 +124,7 @@ def _factors(p: Piece, q: Piece, dtype: Any) -> tuple[Factor, ...]:
     return tuple(dict.fromkeys(factors)) if is_boolean(dtype) else factors
 
 
-def _existence(context: Context, term: Any) -> list[Factor]:
+def existence(context: Context, term: Any) -> list[Factor]:
     return [] if context.is_unbounded(term) else in_range(context.graph, term)
 
 
@@ -266,7 +266,7 @@ def reduce_sum(context: Context, eqn: Any, value: Value) -> Value:
     for piece in value.pieces:
         guards = list(piece.guards)
         for i in axes:
-            guards += _existence(context, piece.axes[i])
+            guards += existence(context, piece.axes[i])
         kept = Piece(
             tuple(a for i, a in enumerate(piece.axes) if i not in axes),
             piece.factors,
@@ -306,7 +306,7 @@ def reduce_max(context: Context, eqn: Any, value: Value) -> Value:
         ):
             raise NoRule("a maximum over cells of several assignments")
         data = materialised(graph, piece.replace(guards=()), value.dtype)
-        for guard in [g for a in gone for g in _existence(context, a)]:
+        for guard in [g for a in gone for g in existence(context, a)]:
             data = graph.select(guard, data, graph.lit(base, value.dtype))
         if any(a.size > 1 for a in gone):
             data = graph.map(prim, {}, [data, graph.lit(base, value.dtype)], value.dtype)
@@ -331,7 +331,7 @@ def _group_maximum(context: Context, value: Value, axes: Sequence[int], base: An
     filled: Value | None = None
     for piece in value.pieces:
         out = tuple(piece.axes[i] for i in kept)
-        guards = list(dict.fromkeys([*piece.guards, *(g for i in axes for g in _existence(context, piece.axes[i]))]))
+        guards = list(dict.fromkeys([*piece.guards, *(g for i in axes for g in existence(context, piece.axes[i]))]))
         data = materialised(graph, piece.replace(guards=()), dtype)
         rows = of_node(graph.ein(out, (data,), guards, frozenset(), 1, dtype, reducer="max", initial=lowest))
         largest = rows if largest is None else plain_map(graph, prims.max_p, {}, [largest, rows], shape, dtype)

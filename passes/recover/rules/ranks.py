@@ -8,6 +8,7 @@ import jax.extend.core.primitives as prims
 
 from moe_xla.passes.recover.facts import Start, is_count, sorted_range, sorted_rank
 from moe_xla.passes.recover.nodes import Ein, Graph, Node, represents_exactly
+from moe_xla.passes.recover.rules.lists import token_lists
 from moe_xla.passes.recover.rules.structure import read_along
 from moe_xla.passes.recover.rules.table import Context, rule
 from moe_xla.passes.recover.terms import Factor, Idx, Term, Var, fresh, has_idx, parts_of, term_vars, vars_of
@@ -22,7 +23,8 @@ def cumsum(context: Context, eqn: Any, value: Value) -> Value:
         node, axis = value.factor.node, eqn.params["axis"]
         if isinstance(node, Ein) and isinstance(node.out[axis], Idx):
             return plain(value.shape, value.factor.args, Factor(context.graph.ends(node, axis), value.factor.args))
-    return queue_counts(context, value, eqn.params["axis"], site=eqn)
+    listed = token_lists(context.graph, value, eqn.params["axis"])
+    return listed or queue_counts(context, value, eqn.params["axis"], site=eqn)
 
 
 def queue_counts(context: Context, value: Value, axis: int, site: Any) -> Value:

@@ -21,10 +21,20 @@ from moe_xla.passes.recover.nodes import (
     literal,
     operands_at,
 )
-from moe_xla.passes.recover.rules.contractions import contract
-from moe_xla.passes.recover.rules.structure import entry, read_along
+from moe_xla.passes.recover.rules.contractions import contract, existence
+from moe_xla.passes.recover.rules.indices import (
+    aligned,
+    cells_of,
+    columns_of,
+    elsewhere,
+    fill_all,
+    is_listed,
+    other_cells,
+    sole_piece,
+)
+from moe_xla.passes.recover.rules.structure import read_along
 from moe_xla.passes.recover.rules.table import Context, rule
-from moe_xla.passes.recover.terms import UNIT, Const, Factor, Idx, Term, Var, flatten, fresh, fresh_axis
+from moe_xla.passes.recover.terms import UNIT, Const, Factor, Idx, Term, Var, flatten, fresh
 from moe_xla.passes.recover.values import (
     NoRule,
     Piece,
@@ -39,6 +49,7 @@ from moe_xla.passes.recover.values import (
     peeled,
     plain,
     read,
+    scattered,
     unconverted,
     under_guards,
     unflattened,
@@ -49,10 +60,10 @@ from moe_xla.passes.recover.values import (
 def scatter(context: Context, eqn: Any, operand: Value, indices: Value, updates: Value) -> Value:
     """Rows at data-dependent places: those out of range have no place, as scatters drop them."""
     shape = operand.shape
-    if operand.background is not None or updates.background is not None:
+    columns = columns_of(context, indices)
+    if operand.background is not None or not _only_pieces_land(context.graph, eqn, shape, columns, updates):
         raise NoRule("a scatter of values that are not zero elsewhere")
-    columns = _columns(context, indices)
-    pieces = [_placed(context.graph, eqn, shape, columns, p.renamed()) for p in updates.pieces]
+    pieces = [_placed(context, eqn, shape, columns, p.renamed()) for p in updates.pieces]
     if updates.is_plain:
         pieces = [_in_order(context.graph, _taken_apart(context.graph, p)) for p in pieces]
     rows = Value(shape, operand.dtype, tuple(pieces))
@@ -67,40 +78,35 @@ def scatter(context: Context, eqn: Any, operand: Value, indices: Value, updates:
     return normalised(context.graph, whole)
 
 
+def _only_pieces_land(graph: Graph, eqn: Any, shape: Sequence[int], columns: Sequence[Value], updates: Value) -> bool:
+    """Whether updates leave what the operand holds, in all cells but those that their pieces hit."""
+    numbers, adds = eqn.params["dimension_numbers"], eqn.primitive.name == "scatter-add"
+    if not any(is_listed(c) for c in columns):
+        return updates.background is None
+    if adds and updates.background is None:
+        return True
+    numbered = zip(numbers.scatter_dims_to_operand_dims, columns, strict=True)
+    lost = any(n is not None and not 0 <= n < shape[d] for d, c in numbered for n in [elsewhere(c)])
+    cells = [i for i in range(len(updates.shape)) if i not in numbers.update_window_dims]
+    drops = eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP
+    return lost and drops and fill_all(graph, updates, columns, cells)
+
+
 def _sum(operand: Value, rows: Value) -> Value:
     return Value(rows.shape, rows.dtype, cancelled(operand.pieces + rows.pieces))
 
 
-def _columns(context: Context, indices: Value) -> list[Piece]:
-    """The components of an index array, each over the array's other axes."""
-    if not is_integer(indices.dtype) or indices.background is not None:
-        raise NoRule("an index array that is not known")
-    columns = [entry(context, indices, len(indices.shape) - 1, k) for k in range(indices.shape[-1])]
-    pieces = [c.pieces[0] for c in columns]
-    if any(len(c.pieces) != 1 or c.background is not None for c in columns):
-        raise NoRule("an index array put together from several parts")
-    return [p.renamed() for p in pieces]
-
-
-def _aligned(graph: Graph, base: Piece, axes: Sequence[int], columns: Sequence[Piece]) -> tuple[Piece, list[Factor]]:
-    """`base`, and the index that each column holds there; `axes` are those of `base` that the columns are over."""
-    groups = [[(0, axis), *((1 + k, b) for k in range(len(columns)))] for b, axis in enumerate(axes)]
-    solved, rest = align(graph, [base, *columns], groups)
-    if rest:
-        raise NoRule("rows and indices that are not provably of the same assignments")
-    return base.substitute(solved), [materialised(graph, c.substitute(solved), np.dtype(np.int32)) for c in columns]
-
-
-def _placed(graph: Graph, eqn: Any, shape: Sequence[int], columns: Sequence[Piece], update: Piece) -> Piece:
+def _placed(context: Context, eqn: Any, shape: Sequence[int], columns: Sequence[Value], update: Piece) -> Piece:
     """A piece of the updates at its places in the operand."""
     numbers, clips = eqn.params["dimension_numbers"], eqn.params["mode"] == GatherScatterMode.CLIP
-    window = list(numbers.update_window_dims)
+    graph, window = context.graph, list(numbers.update_window_dims)
     free = [i for i in range(len(update.axes)) if i not in window]
-    update, found = _aligned(graph, update, free, columns)
+    update, found = aligned(graph, update, free, columns)
     indexed = dict(zip(numbers.scatter_dims_to_operand_dims, found, strict=True))
     batched = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
     axes: list[Term] = []
-    guards = list(update.guards)
+    left = [update.axes[a] for i, a in enumerate(free) if i not in batched.values()]
+    guards = [*update.guards, *(g for term in left for g in existence(context, term))]
     for d, size in enumerate(shape):
         own = update.axes[window.pop(0)] if d not in (*numbers.inserted_window_dims, *batched) else None
         if d in indexed and own is not None and own.size == size and _is_start(indexed[d], eqn):
@@ -158,7 +164,7 @@ def gather(context: Context, eqn: Any, operand: Value, indices: Value) -> Value:
         read = None
     if read is not None and (not operand.is_plain or not is_floating(operand.dtype)):
         return read
-    if not operand.is_plain:
+    if not operand.is_plain or not indices.is_plain:
         return _rows_at(context, eqn, operand, indices)
     if not is_floating(operand.dtype) or depends_on_rank(graph, operand.factor.node):
         return _position_at(context, eqn, operand, indices)
@@ -177,7 +183,7 @@ def _along_axis(context: Context, eqn: Any, operand: Value, indices: Value) -> V
     whole = [d for d in range(len(shape)) if d != axis and d not in numbers.operand_batching_dims]
     if numbers.collapsed_slice_dims != (axis,) or any(sizes[d] != shape[d] for d in whole):
         raise NoRule("a gather of slices")
-    (column,) = _columns(context, indices)
+    column = sole_piece(columns_of(context, indices)[0])
     out = eqn.outvars[0].aval.shape
 
     def change(piece: Piece) -> Piece:
@@ -239,29 +245,51 @@ def _position_at(context: Context, eqn: Any, operand: Value, indices: Value) -> 
 
 def _rows_at(context: Context, eqn: Any, operand: Value, indices: Value) -> Value:
     """What stands in the slots that indices name: a contraction with ones at these places."""
-    numbers, aval, graph = eqn.params["dimension_numbers"], eqn.outvars[0].aval, context.graph
-    sizes, batched = eqn.params["slice_sizes"], numbers.operand_batching_dims
-    columns = dict(zip(numbers.start_index_map, _columns(context, indices), strict=True))
-    factors = [f for p in columns.values() for f in p.factors]
+    columns = _indexed(context, eqn, operand, indices)
+    batch, found = indices.shape[:-1], list(columns.values())
+
+    def taken(cells: Sequence[tuple[Piece, Sequence[Factor]]]) -> Value:
+        return _taken(context, eqn, operand, batch, list(columns), cells)
+
+    rows, other = taken(cells_of(context.graph, batch, found)), other_cells(context.graph, batch, found)
+    return rows if other is None else _over(context.graph, rows, taken([other]))
+
+
+def _indexed(context: Context, eqn: Any, operand: Value, indices: Value) -> dict[int, Value]:
+    """The columns of an index array by the axes of which they name one place; all of every other axis is read."""
+    numbers, sizes, graph = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], context.graph
+    columns = dict(zip(numbers.start_index_map, columns_of(context, indices), strict=True))
+    factors = [f for c in columns.values() for p in c.pieces for f in p.factors]
     if has_slots(graph, operand) and not any(depends_on_rank(graph, f.node) for f in factors):
         raise NoRule("an index that is no queue position")
     for d in [d for d in columns if d not in numbers.collapsed_slice_dims and sizes[d] == operand.shape[d]]:
         start = columns.pop(d)
-        if len(start.factors) != 1 or not _is_start(start.factors[0], eqn):
+        if not start.is_plain or not _is_start(start.factor, eqn):
             raise NoRule("a gather of slices")
-    indexed = [d for d in numbers.start_index_map if d in columns]
-    whole = [d for d in range(len(operand.shape)) if d not in indexed and d not in batched]
-    if any(sizes[d] != 1 for d in indexed) or any(sizes[d] != operand.shape[d] for d in whole):
+    whole = [d for d in range(len(operand.shape)) if d not in columns and d not in numbers.operand_batching_dims]
+    if any(sizes[d] != 1 for d in columns) or any(sizes[d] != operand.shape[d] for d in whole):
         raise NoRule("a gather of slices")
-    batch = indices.shape[:-1]
-    base = Piece(tuple(fresh_axis(n) for n in batch))
-    base, found = _aligned(graph, base, range(len(batch)), [columns[d] for d in indexed])
-    cases = [base]
-    for d, index in zip(indexed, found, strict=True):
-        cases = [c for case in cases for c in _with_place(graph, case, eqn, index, operand.shape[d])]
-    dtype = operand.dtype
-    shape = (*batch, *(operand.shape[d] for d in indexed))
-    ones = Value(shape, dtype, tuple(cases))
+    return columns
+
+
+def _taken(
+    context: Context,
+    eqn: Any,
+    operand: Value,
+    batch: Sequence[int],
+    indexed: Sequence[int],
+    cells: Sequence[tuple[Piece, Sequence[Factor]]],
+) -> Value:
+    """What stands at the places that an index names in some of its cells, zero in the others."""
+    numbers, aval, dtype = eqn.params["dimension_numbers"], eqn.outvars[0].aval, operand.dtype
+    batched = numbers.operand_batching_dims
+    cases: list[Piece] = []
+    for base, found in cells:
+        here = [base]
+        for d, index in zip(indexed, found, strict=True):
+            here = [c for case in here for c in _with_place(context.graph, case, eqn, index, operand.shape[d])]
+        cases += here
+    ones = Value((*batch, *(operand.shape[d] for d in indexed)), dtype, tuple(cases))
     joined = [(d, len(batch) + k) for k, d in enumerate(indexed)]
     joined += zip(batched, numbers.start_indices_batching_dims, strict=True)
     kept = [d for d in range(len(operand.shape)) if d not in numbers.collapsed_slice_dims and d not in batched]
@@ -270,10 +298,18 @@ def _rows_at(context: Context, eqn: Any, operand: Value, indices: Value) -> Valu
         ("left", next(rows)) if i in numbers.offset_dims else ("right", next(others)) for i in range(len(aval.shape))
     ]
     out = [a for a in axes if a[0] == "right" or a[1] not in indexed]
-    taken = contract(
-        context, operand, ones, joined, out, [n for n, a in zip(aval.shape, axes, strict=True) if a in out], dtype
-    )
-    return taken.map_pieces(aval.shape, lambda p: _with_units(p, [a in out for a in axes]))
+    shape = [n for n, a in zip(aval.shape, axes, strict=True) if a in out]
+    result = contract(context, operand, ones, joined, out, shape, dtype)
+    return result.map_pieces(aval.shape, lambda p: _with_units(p, [a in out for a in axes]))
+
+
+def _over(graph: Graph, rows: Value, value: Value) -> Value:
+    """Rows in the entries of lists, over what is read in all other cells."""
+    background = value if value.is_plain else scattered(graph, value)
+    is_zero = literal_of(background) is not None and literal_of(background) == 0
+    if rows.background is not None or not has_unique_cells(graph, rows):
+        raise NoRule("rows of lists that are not provably unique")
+    return rows if is_zero else Value(rows.shape, rows.dtype, rows.pieces, background)
 
 
 def _is_start(index: Factor, eqn: Any) -> bool:

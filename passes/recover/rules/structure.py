@@ -311,6 +311,8 @@ def concatenate(context: Context, eqn: Any, *values: Value) -> Value:
     axis, shape = eqn.params["dimension"], eqn.outvars[0].aval.shape
     if (constant := _constant(context, values, shape)) is not None:
         return constant
+    if any(v.background is not None for v in values) and (joined := _index_of_lists(context, values, axis, shape)):
+        return joined
     _check_parts(context, values)
     if all(_has_features(context, v, axis) for v in values):
         return _side_by_side(context, eqn, values)
@@ -341,6 +343,18 @@ def stack(context: Context, eqn: Any, *values: Value) -> Value:
         for p in value.pieces
     ]
     return _joined(context, values, shape, pieces)
+
+
+def _index_of_lists(context: Context, values: Sequence[Value], axis: int, shape: Sequence[int]) -> Value | None:
+    """Columns of an index array side by side; those that are lists hold the same number in all other cells."""
+    rest = [literal_of(v.background) for v in values if not v.is_plain]
+    if axis != len(shape) - 1 or not all(is_integer(v.dtype) and v.shape[axis] == 1 for v in values):
+        return None
+    if any(r is None or r != rest[0] for r in rest):
+        return None
+    pieces = [p.replace(axes=(*p.axes[:axis], Const(k, len(values)))) for k, v in enumerate(values) for p in v.pieces]
+    background = of_literal(context.graph, rest[0], shape, values[0].dtype)
+    return Value(tuple(shape), values[0].dtype, tuple(pieces), background)
 
 
 def _has_features(context: Context, value: Value, axis: int) -> bool:
