@@ -459,9 +459,9 @@ class Recovery:
         return True
 
     def _has_unknown_slots(self, value: Value) -> bool:
-        """Whether rows stand at several data-dependent places of which none is known to be a queue position."""
+        """Whether rows stand at different data-dependent places of which none is known to be a queue position."""
         for piece in value.pieces:
-            places = [p for a in piece.axes for p in parts_of(a) if isinstance(p, Idx) and p.size > 1]
+            places = {p for a in piece.axes for p in parts_of(a) if isinstance(p, Idx) and p.size > 1}
             if len(places) > 1 and not any(rank_sites(self.graph, p.node) for p in places):
                 return True
         return False

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from moe_xla.passes.recover.nodes import is_floating
+from moe_xla.passes.recover.nodes import is_floating, is_integer
 from moe_xla.passes.roll.graph import Graph, Op, Value, holds, is_random, tested_by
 
 _ROUNDS = 12
@@ -29,7 +29,7 @@ class Group:
     """Members e → the results of a seed or of an operation.  `operands` are values and (group, result) pairs.
 
     `kind` is "entries" (of `operands[0]` along `axis`), "list" (of values), or "op"; in an "op" the operand None is the
-    literal e.
+    literal e, or an array that holds e everywhere.
     """
 
     kind: str
@@ -132,13 +132,16 @@ class Places:
             self._seed(op)
             return
         self._note_meetings(op, found)
-        entries = {p.entry for p in found}
-        alone = any(p is None and _is_used_once(v) for v, p in zip(op.inputs, places, strict=True))
-        if len(entries) == 1 and not alone:
-            (entry,) = entries
-            key = (op.key, *(_key(v, p) for v, p in zip(op.inputs, places, strict=True)))
-            operands = tuple(v if p is None else (p.group, p.result) for v, p in zip(op.inputs, places, strict=True))
-            self._add(key, entry, op.outputs, "op", operands, tests=any(p.group.tests for p in found))
+        if len({p.entry for p in found}) > 1:
+            return
+        entry = found[0].entry
+        numbered = {v for v in op.inputs if op.name == "concatenate" and repeated_number(v) == entry}
+        pairs = [(v, p) for v, p in zip(op.inputs, places, strict=True)]
+        if any(p is None and v not in numbered and _is_used_once(v) for v, p in pairs):
+            return
+        key = (op.key, *(None if v in numbered else _key(v, p) for v, p in pairs))
+        operands = tuple(None if v in numbered else v if p is None else (p.group, p.result) for v, p in pairs)
+        self._add(key, entry, op.outputs, "op", operands, tests=any(p.group.tests for p in found))
 
     def _seed(self, op: Op) -> None:
         source = op.inputs[0] if op.inputs else None
@@ -325,6 +328,14 @@ def _is_smaller_input(value: Value, size: int) -> bool:
     while value.op is not None and len(value.op.inputs) == 1:
         value = value.op.inputs[0]
     return value.op is None and value.held is None and value.aval.size < size
+
+
+def repeated_number(value: Value) -> int | None:
+    """The integer literal that an array holds everywhere, as a column of an index array does."""
+    while value.op is not None and value.op.name in ("broadcast_in_dim", "convert_element_type"):
+        value = value.op.inputs[0]
+    is_number = value.literal is not None and is_integer(value.aval.dtype) and not value.aval.shape
+    return int(value.literal) if is_number else None
 
 
 def _repeated(pairs: Iterable[tuple[int, int]]) -> set[int]:

@@ -195,8 +195,8 @@ def batched_bind(eqn: Any, inputs: Sequence[Any], batched: Sequence[bool]) -> li
 
 
 def _numbers(group: Group, literal: Value, inputs: Sequence[Value]) -> Any:
-    """The numbers of the members, each for all elements of what it is compared with."""
-    shape = next(v.aval.shape for v in inputs if v is not literal)
+    """The numbers of the members, each for all elements of what it is compared with or stands for."""
+    shape = literal.aval.shape or next(v.aval.shape for v in inputs if v is not literal)
     numbers = lax.broadcasted_iota(literal.aval.dtype, (len(group.members), *shape), 0)
     return lax.add(numbers, lax.full_like(numbers, group.first)) if group.first else numbers
 

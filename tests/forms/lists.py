@@ -64,19 +64,33 @@ def list_clamped(params, x, capacity):
     return y, {}
 
 
-@_lists("masked", "rows out of a list are those of the first token, under a mask", pattern="scatter_dispatch")
-def list_masked(params, x, capacity):
+def _masked_rows(params, x, capacity):
+    """What expert e adds to y: rows out of its list are those of the first token, under a mask."""
     gate, index = _route(params, x)
     weight = (jax.nn.one_hot(index, EXPERTS, dtype=x.dtype) * gate[..., None]).sum(1)
 
-    def run(e):
+    def add(y, e):
         mask = (index == e).any(-1)
         (tokens,) = jnp.nonzero(mask, size=capacity)
         used = jnp.arange(capacity) < mask.sum()
         rows = _expert(params, e, x[tokens]) * weight[tokens, e][:, None]
-        return jnp.zeros_like(x).at[tokens].add(jnp.where(used[:, None], rows, 0))
+        return y.at[tokens].add(jnp.where(used[:, None], rows, 0))
 
-    return jax.vmap(run)(jnp.arange(EXPERTS)).sum(0), {}
+    return add
+
+
+@_lists("masked", "rows out of a list are those of the first token, under a mask")
+def list_masked(params, x, capacity):
+    add, y = _masked_rows(params, x, capacity), jnp.zeros_like(x)
+    for e in range(EXPERTS):
+        y = add(y, e)
+    return y, {}
+
+
+@_lists("mapped", "the same under a vmap over experts", pattern="scatter_dispatch")
+def list_mapped(params, x, capacity):
+    add = _masked_rows(params, x, capacity)
+    return jax.vmap(lambda e: add(jnp.zeros_like(x), e))(jnp.arange(EXPERTS)).sum(0), {}
 
 
 @_lists("scanned", "a scan over experts, whose carry is added to by row")
