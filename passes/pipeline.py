@@ -360,6 +360,8 @@ def _inconsistent_capacity(session: Session) -> Refusal | None:
     """Dropless takes every test of a position against a literal for the capacity; they must agree on one."""
     for root, thresholds in session.dropless_thresholds().items():
         least, most = min(thresholds, key=lambda t: t.bound), max(thresholds, key=lambda t: t.bound)
+        if least.bound <= 0:
+            return Refusal(frozenset({root}), "no position of the queue is below the bound", least.step)
         if most.bound - least.bound > 1:
             found = f"{least.bound:g} and {most.bound:g}"
             return Refusal(
@@ -372,7 +374,7 @@ def _capacity_in_use(session: Session) -> Refusal | None:
     """In dropless, counts of rows must not meet a number that is the capacity."""
     numbers = numbers_of_layers(session)
     for use in session.literal_uses:
-        for root in {session.root(s) for key in use.indices for s in session.sites_of(key)}:
+        for root in {session.root(s) for key in use.indices for s in session.sites_counting(key)}:
             if root in numbers and is_use_of_capacity(use, numbers[root]):
                 reason = f"{use.step.name} of counted rows and {use.number:g}, which may come from the capacity"
                 return Refusal(frozenset({root}), reason, use.step)
@@ -446,7 +448,7 @@ def _layers(session: Session) -> list[_Layer]:
 def _layer(session: Session, members: list[Any]) -> _Layer:
     ranks = [(g, n) for g, n in session.ranks if n.site in members]
     choices = _choices(session, members) if not ranks else []
-    thresholds = [t.bound for s in members for t in session.thresholds.get(s, ())]
+    thresholds = [t.bound for s in members for t in session.thresholds.get(s, ()) if t.bound > 0]
     wires = [w for w in session.layer_wires if w.layers & set(members)]
     return _Layer(
         key=tuple(members),

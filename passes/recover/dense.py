@@ -139,7 +139,10 @@ class DenseReader:
 
     def _pushed_sum(self, factor: Factor, node: Ein) -> Factor:
         names: dict[Var, Term] = {**node.bind(factor.args), **{v: fresh(v.size) for v in node.binders}}
-        factors = [self._pushed(substitute_factor(f, names)) for f in node.factors]
+        given = [substitute_factor(f, names) for f in node.factors]
+        factors = [self._pushed(f) for f in given]
+        if len(given) == 1 and factors == given:
+            return factor  # what sums one array, as a matrix over one axis, is summed once for all assignments
         guards = [substitute_factor(g, names) for g in node.guards]
         bound = {names[v] for v in node.binders}
         axes = tuple(v for v in factor_vars([*factors, *guards]) if v not in bound)

@@ -183,16 +183,15 @@ class Recovery:
         low = lower_bound(graph, fact)
         if not math.isfinite(low):
             return None
-        if name in ("ge", "max") and bound <= low:
-            return True
-        if name == "gt" and bound < low:
-            return True
-        if (name == "lt" and bound <= low) or (name == "le" and bound < low):
-            return False
-        if not fact.is_own(graph) or name == "max":
-            return None
         strict = name in ("lt", "ge")
         threshold = (math.ceil(bound) if strict else math.floor(bound) + 1) - 1 - fact.constant
+        decided = _always(name, bound, low)
+        if decided is not None:
+            if min(low, bound) > 1 and name != "max" and fact.is_own(graph):
+                self.session.note_threshold(fact.rank.site, threshold, self._step)  # no test of a sign
+            return decided
+        if not fact.is_own(graph) or name == "max":
+            return None
         if threshold <= 0:
             return None  # the sign of a position says whether there is one: no queue has room for nobody
         self.session.note_threshold(fact.rank.site, threshold, self._step)
@@ -416,7 +415,7 @@ class Recovery:
             values, step.refusal = None, "this layer is left as it is written"
         for k, wire in enumerate(step.outputs):
             wire.changed = bool(self._folded) or any(w.changed for w in step.inputs)
-            wire.kept = self._folded if is_boolean(wire.dtype) else frozenset()
+            wire.told = self._folded if is_boolean(wire.dtype) else frozenset()
             value = values[k] if values is not None else None
             if value is None:
                 wire.tainted = tainted
@@ -673,6 +672,13 @@ class Recovery:
                 self.graph.bounds[node] = max(b for b in bounds if b is not None)
         elif step.name in ("argmax", "argmin"):
             self.graph.bounds[node] = step.inputs[0].shape[step.eqn.params["axes"][0]]
+
+
+def _always(name: str, bound: float, low: float) -> bool | None:
+    """What a comparison of a position from `low` on with a number says of all of them, if it says one thing."""
+    if (name in ("ge", "max") and bound <= low) or (name == "gt" and bound < low):
+        return True
+    return False if (name == "lt" and bound <= low) or (name == "le" and bound < low) else None
 
 
 def _uses(jaxpr: Any) -> collections.Counter[Any]:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from moe_xla.passes.recover.facts import assignments_of, choices_of, distinct_of
-from moe_xla.passes.recover.nodes import Graph, literal
+from moe_xla.passes.recover.nodes import Graph, Leaf, Map, literal, operands_at
 from moe_xla.passes.recover.program import Step, Wire
 from moe_xla.passes.recover.session import Path, Session
-from moe_xla.passes.recover.terms import Factor, Idx, IndexKey, Var, key_of, parts_of, term_vars
+from moe_xla.passes.recover.terms import Factor, Idx, IndexKey, Var, factor_vars, key_of, parts_of, term_vars
 from moe_xla.passes.recover.values import Value, is_slot
 
 _SCALING = frozenset({"mul", "div"})
@@ -33,6 +33,8 @@ _PASSING = frozenset(
     ]
 )
 _MASKING = frozenset({"and", "or", "not", "xor", "mul"})
+_ANY = frozenset({"reduce_or", "reduce_and"})
+_TESTING = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 # Up to this, a number is taken for a weight or a small constant, unless it is a known size divided by the capacity.
 _SMALL = 2
@@ -115,12 +117,12 @@ class LiteralUse(NamedTuple):
 def follow(graph: Graph, step: Step, is_dropless: Callable[[Any], bool]) -> list[LiteralUse]:
     """Passes on which counts flow into the outputs of a step, and the numbers that they meet there."""
     name = step.name
-    _follow_kept(step)
+    _follow_told(graph, step)
     if any(is_dropless(site) for w in step.outputs for site in w.tainted):
         return []  # positions have a rule of their own, where they are computed
     if name in _REDUCING and step.inputs[0].value is not None:
         counted = _counted(graph, step.inputs[0].value, step.eqn.params) | step.inputs[0].loads
-        counted |= _kept_counted(step)
+        counted |= _told_counted(step)
         for wire in step.outputs:
             wire.loads = counted
             wire.mean_of = _reduced_cells(graph, step) if counted else None
@@ -141,20 +143,50 @@ def follow(graph: Graph, step: Step, is_dropless: Callable[[Any], bool]) -> list
     return [LiteralUse(loads, n, means.get(n) if name == "div" else None, step) for n in numbers]
 
 
-def _follow_kept(step: Step) -> None:
-    """Passes on what says which assignments are kept: a value for each of them, not a row."""
-    size = max((math.prod(w.shape) for w in step.inputs if w.kept), default=0)
-    if step.name in _MASKING | _PASSING:
-        for wire in step.outputs:
-            if math.prod(wire.shape) <= size:
-                wire.kept |= frozenset().union(*(w.kept for w in step.inputs))
+def _follow_told(graph: Graph, step: Step) -> None:
+    """Passes on what tells something of each assignment: a value for each of them, not a row, nor a count of them."""
+    told = frozenset().union(*(w.told for w in step.inputs), _compared(graph, step))
+    size = max((math.prod(w.shape) for w in step.inputs if w.told), default=math.inf)
+    reduces = step.name in _REDUCING | _ANY
+    if step.name not in _MASKING | _PASSING and not reduces and not _compared(graph, step):
+        return
+    for wire in step.outputs:
+        if math.prod(wire.shape) <= size:
+            wire.told |= told - {t for t in told if reduces and _reduced(step) > t[1]}
 
 
-def _kept_counted(step: Step) -> frozenset[IndexKey]:
-    """The indices of which a reduction counts what is kept of more than one token."""
-    summed, axes = step.inputs[0], step.eqn.params.get("axes", (step.eqn.params.get("axis"),))
-    cells = math.prod(summed.shape[i] for i in axes)
-    return frozenset(key for key, choices in summed.kept if cells > choices)
+def _reduced(step: Step) -> int:
+    """How many cells a reduction makes one of."""
+    axes = step.eqn.params.get("axes", (step.eqn.params.get("axis"),))
+    return math.prod(step.inputs[0].shape[i] for i in axes)
+
+
+def _told_counted(step: Step) -> frozenset[IndexKey]:
+    """The indices of which a reduction counts what is told of more than one token."""
+    return frozenset(key for key, choices in step.inputs[0].told if _reduced(step) > choices)
+
+
+def _compared(graph: Graph, step: Step) -> frozenset[tuple[IndexKey, int]]:
+    """Arrays of experts that are compared with the number of one, and how many choices a token has in them."""
+    factors = [w.value.factor for w in step.inputs if w.value is not None and w.value.is_plain]
+    if step.name not in _TESTING or not any(literal(f) is not None for f in factors):
+        return frozenset()
+    indices = [index for f in factors for index in _indices_in(graph, f)]
+    return frozenset((key_of(Idx(f.node, f.args, graph.bounds[f.node])), _choices_in(graph, f)) for f in indices)
+
+
+def _indices_in(graph: Graph, factor: Factor) -> list[Factor]:
+    """The arrays of experts that a factor is made of."""
+    if isinstance(factor.node, Map):
+        return [index for op in operands_at(factor) for index in _indices_in(graph, op)]
+    return [factor] if isinstance(factor.node, Leaf) and factor.node in graph.bounds else []
+
+
+def _choices_in(graph: Graph, index: Factor) -> int:
+    fact, sizes = distinct_of(graph, index), [v.size for v in factor_vars([index])]
+    if fact is not None:
+        return fact.along.size if isinstance(fact.along, Var) else 1
+    return min(sizes) if len(sizes) > 1 else 1
 
 
 def is_use_of_capacity(use: LiteralUse, known: Numbers) -> bool:

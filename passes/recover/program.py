@@ -24,8 +24,9 @@ class Wire:
     array has, `dense` those of which it holds the work of every expert, or a matrix for every assignment: it must not
     be built.  `tainted` names the sites whose queue positions flow into it.  Two wires of the same `number` hold the
     same array, also across scopes.  `loads` are the indices whose assignments are counted in it, `mean_of` the number
-    that would make it a mean, and of what (see `loads`).  `kept` are, with how many choices a token has, the indices of
-    whose assignments it says which are kept, where dropless keeps them all.
+    that would make it a mean, and of what (see `loads`).  `told` are, with how many choices a token has, the indices
+    of whose assignments it tells something one by one: which are kept, where dropless keeps them all, or which go to an
+    expert.
     """
 
     shape: tuple[int, ...]
@@ -41,7 +42,7 @@ class Wire:
     number: Any = None
     loads: frozenset[Any] = frozenset()
     mean_of: tuple[float, str] | None = None
-    kept: frozenset[tuple[Any, int]] = frozenset()
+    told: frozenset[tuple[Any, int]] = frozenset()
 
     @property
     def layers(self) -> frozenset[Any]:

@@ -96,6 +96,12 @@ class Session:
             return frozenset({known[key]})
         return frozenset(site for other, site in known.items() if key.may_be(other))
 
+    def sites_counting(self, key: IndexKey) -> frozenset[Path]:
+        """The sites whose queues are counted by an index, or by what an array of the program is converted to."""
+        sites = self.sites_of(key)
+        number = getattr(getattr(key.node, "wire", None), "number", None)
+        return sites | {self.choices[number]} if number in self.choices else sites
+
     def root(self, site: Path) -> Path:
         while site in self._parents:
             site = self._parents[site]

@@ -22,6 +22,7 @@ from moe_xla.passes.recover.nodes import is_integer
 from moe_xla.passes.roll.closures import ADDS, chosen_sum, is_summable, move_axis
 from moe_xla.passes.roll.graph import VIEWS, Graph, Op, Value, holds, is_random
 from moe_xla.passes.roll.marks import Marks, is_small, known_result
+from moe_xla.passes.roll.numbers import array_of, numbers_along
 from moe_xla.passes.roll.scattered import adds_rows, scatter_all
 from moe_xla.passes.roll.unrolled import batched_bind
 
@@ -445,9 +446,9 @@ class _Plan:
         if number is None:
             return read(env, value)
         if value not in self.varying:
-            return number[0]
+            return array_of(number[0])
         if value.aval.shape:
-            return np.asarray(number)
+            return array_of(number)
         return numbers_along(number, shape)
 
     def _rows(self, row: Row, array: Any) -> Any:
@@ -471,7 +472,7 @@ class _Plan:
             return start
         if carry.kind == "counter":
             number = self.known[result]
-            return np.asarray(number[0 if self.op.params["reverse"] else -1])
+            return array_of(number[0 if self.op.params["reverse"] else -1])
         if carry.kind == "sum":
             total = None if self.outer[carried] in self.level.marks.zeros else start
             for term in carry.terms:
@@ -506,7 +507,7 @@ class _Plan:
         """The array of a value for all iterations, along a first axis."""
         if value in self.known:
             number = self.known[value]
-            return np.asarray(number) if value.aval.shape else numbers_along(number, ())
+            return array_of(number)
         array = read(env, value)
         if value in self.varying:
             return array
@@ -515,12 +516,3 @@ class _Plan:
 
 def _same_row(one: Row | None, other: Row) -> bool:
     return one is not None and (one.axis, one.first) == (other.axis, other.first)
-
-
-def numbers_along(number: np.ndarray, shape: Sequence[int]) -> Any:
-    """[n, *shape]: numbers[e] everywhere; an iota where they follow each other."""
-    first, whole = number[0], (len(number), *shape)
-    if number.dtype == bool or not np.array_equal(number, first + np.arange(len(number))):
-        return lax.broadcast_in_dim(np.asarray(number), whole, (0,))
-    iota = lax.broadcasted_iota(number.dtype, whole, 0)
-    return lax.add(iota, lax.full_like(iota, first)) if first else iota

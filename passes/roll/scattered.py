@@ -9,7 +9,7 @@ from moe_xla.passes._jax import bind_equation
 
 def adds_rows(op: Any) -> bool:
     """Whether an operation adds rows to its first operand at places that an index array names."""
-    return op.name == "scatter-add" and not op.params["dimension_numbers"].operand_batching_dims
+    return bool(op.name == "scatter-add")
 
 
 def scatter_all(eqn: Any, start: Any, indices: Any, rows: Any) -> Any:
@@ -18,6 +18,9 @@ def scatter_all(eqn: Any, start: Any, indices: Any, rows: Any) -> Any:
     Where several rows meet, they are added in another order than by a scatter for each iteration.
     """
     numbers = eqn.params["dimension_numbers"]
-    shifted = numbers._replace(update_window_dims=tuple(d + 1 for d in numbers.update_window_dims))
+    shifted = numbers._replace(
+        update_window_dims=tuple(d + 1 for d in numbers.update_window_dims),
+        scatter_indices_batching_dims=tuple(d + 1 for d in numbers.scatter_indices_batching_dims),
+    )
     params = {"dimension_numbers": shifted, "indices_are_sorted": False, "unique_indices": False}
     return bind_equation(eqn.replace(params=eqn.params | params), [start, indices, rows])[0]

@@ -16,7 +16,7 @@ import numpy as np
 from hypothesis import strategies as st
 from jax import lax
 
-from . import parts
+from . import lists, parts
 from .parts import Params, Spelling, one_hot
 
 GROUPS, LAYERS, BATCH = 2, 2, 2
@@ -38,7 +38,7 @@ NEEDS_CAPACITY = (
 EITHER = (
     *("reversed", "every_other_slot", "from_slot_three", "expert_roll", "expert_sum", "signed_gates"),
     *("padding_counted", "padding_unmasked", "soft_mixture", "every_read", "twice_dispatched"),
-    *("other_combine", "next_slot", "other_token"),
+    *("other_combine", "next_slot", "other_token", *lists.MISSES),
 )
 NEAR_MISSES = (*COLLIDES, *OVERFLOW_COLLIDES, *NEEDS_CAPACITY, *EITHER)
 
@@ -69,6 +69,9 @@ GAPS: tuple[Mapping[str, tuple], ...] = (
         "take": ("masked", "where", "zero", "flat", "taken"),
     },
     {"grouped": (True,), "masks": ("product", "gated_product", "where")},
+    {"grouped": (True,), "masks": ("weights",), "biases": (True,)},
+    {"family": ("list",), "chooser": ("argmax", "argmax_inf")},
+    {"family": ("list",), "around": ("scan", "map"), "walk": ("unrolled", "scanned")},
 )
 TAKE_MISSES = ("next_slot", "other_token")
 
@@ -87,11 +90,12 @@ class Program:
       order, rank, sample, rank_dtype: positions in the queues, see `parts.positions`.
       overflow: see `parts.OVERFLOW`.
       keep_on: what the comparison with the capacity is multiplied into: `both`, `gates`, `experts` or `none`.
-      family: `einsum`, `scatter`, or a family of `parts.DENSE`, which have no slots.
+      family: `einsum`, `scatter`, `list`, or a family of `parts.DENSE`, which have no slots.
       masks, mask_dtype: dispatch and combine masks, see `parts.MASKS`.
       axes: axes of the buffer where there are groups.
       spelling: seed of the ways in which einsums are written, see `parts.Spelling`.
       put, take, total: scatter, gather and sum over choices of the family `scatter`.
+      walk, behind: how the experts follow each other, and what stands behind their lists, in the family `list`.
       matrices, activation, biases, batching: the experts.
       around: control flow around the layer, see `AROUND`.
       taken: what the program returns, see `build`.
@@ -129,6 +133,8 @@ class Program:
     put: str = "drop"
     take: str = "fill"
     total: str = "reshape"
+    walk: str = "mapped"
+    behind: str = "far"
     matrices: int = 2
     activation: str = "relu"
     biases: bool = False
@@ -175,7 +181,7 @@ class Program:
 
     @property
     def has_slots(self) -> bool:
-        return self.family in ("einsum", "scatter")
+        return self.family in ("einsum", "scatter", "list")
 
     @property
     def is_meant(self) -> bool:
@@ -207,6 +213,9 @@ def layer(p: Program, params: Params, x: jax.Array, capacity: int) -> tuple[jax.
         if p.near_miss == "every_read":
             aux["every"] = parts.experts(p, write, params, jnp.broadcast_to(x, (p.experts, *x.shape)), "ecd").mean(1)
         return y, aux
+    if p.family == "list":
+        y, more = lists.by_list(p, params, x, gate, index, valid, capacity)
+        return y, aux | more
     position = parts.positions(p, index, valid, capacity)
     if p.near_miss == "longest_over_capacity":
         aux["longest"] = (position.max() + 1.0) / capacity
@@ -477,6 +486,8 @@ def _scatter_family(draw) -> dict:
 def _near_misses(chosen: dict) -> list[str]:
     """The near-misses that mean something for the choices made so far."""
     family, padded = chosen["family"], chosen["padding"] != "none"
+    if family == "list":
+        return [*lists.MISSES, "use_rate"]
     if family not in ("einsum", "scatter"):
         return [*parts.DENSE_MISSES, "every_read"]
     names = [*parts.OVERFLOW_MISSES, *parts.BUFFER_MISSES, "reversed", "every_other_slot", "from_slot_three"]
@@ -495,7 +506,7 @@ def programs(draw: st.DrawFn) -> Program:
     """Any program whose choices fit together; every fourth is a near-miss."""
     sizes = dict(zip(("tokens", "experts", "model", "hidden"), draw(st.sampled_from(SIZES)), strict=True))
     chosen = {**sizes, "choices": min(draw(st.sampled_from([2, 1, 2, 3])), sizes["experts"])}
-    families = ["einsum"] * 6 + ["scatter"] * 3 + [draw(st.sampled_from(list(parts.DENSE)))]
+    families = ["einsum"] * 6 + ["scatter"] * 3 + ["list"] + [draw(st.sampled_from(list(parts.DENSE)))]
     chosen["family"] = draw(st.sampled_from(families))
     chosen |= _router(draw, sizes)
     chosen["room"] = draw(st.sampled_from(["tight", "tight", "tight", "tokens", "loose"]))
@@ -509,6 +520,8 @@ def programs(draw: st.DrawFn) -> Program:
         around.append("checkpoint_experts")
     else:
         chosen["metrics"] = draw(st.sampled_from(["none", "load"]))
+    if chosen["family"] == "list":
+        chosen |= {"walk": draw(st.sampled_from(list(lists.WALKS))), "behind": draw(st.sampled_from(lists.BEHIND))}
     chosen |= _experts(draw)
     chosen["around"] = draw(st.sampled_from(["plain", "plain", "plain", *around]))
     chosen["taken"] = draw(st.sampled_from(["step", "step", "step", "forward", "grad", "params", "x", "outside"]))
@@ -533,4 +546,6 @@ def _ordinary_where_unread(chosen: dict) -> dict:
         drop |= {"rank", "sample"}
     if miss in parts.OVERFLOW_MISSES or chosen["family"] == "scatter":
         drop |= {"overflow"}
+    if chosen["family"] == "list":
+        drop |= {"batching"} | ({"gates"} if chosen["gates"] == "after" else set())
     return {name: value for name, value in chosen.items() if name not in drop}

@@ -34,6 +34,10 @@ NAMED: dict[str, Program] = {
     "saved_contractions": Program(order="offset", rank_dtype="float32", around="checkpoint_dots"),
     # how many are kept, of a capacity, where a test of positions says it and no mask over slots
     "use_rate_of_scattered_rows": Program(family="scatter", near_miss="use_rate"),
+    # an expert's tokens counted one expert after the other, cut at the capacity, of which it is then a share
+    "use_rate_of_lists": Program(family="list", walk="scanned", near_miss="use_rate"),
+    # the capacity is below the first slot, so that everything is dropped
+    "no_slot_below_the_capacity": Program(near_miss="from_slot_three"),
     "padding_before_the_first_slot": Program(padding="periodic", rank="after", near_miss="padding_unmasked"),
 }
 

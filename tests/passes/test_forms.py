@@ -154,6 +154,15 @@ def test_activations(name):
     _assert_grouped(Parts(experts=experts), lambda y, aux: mixed_loss(y, aux))
 
 
+@every_semantics
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ["softplus", "log_sigmoid", "sigmoid"])
+def test_empty_slots_that_are_not_zero(name, semantics):
+    """Without biases an empty slot holds a number times the sums of a matrix, which are no work of an assignment."""
+    parts = Parts(experts=functools.partial(composed.mlp, activation=getattr(jax.nn, name)))
+    _assert_grouped(parts, lambda y, aux: mixed_loss(y, aux), semantics)
+
+
 SPELLED_OUT = {
     "softsign": lambda h: h / (1 + jnp.abs(h)),
     "swish": lambda h: h / (1 + jnp.exp(-h)),
