@@ -141,8 +141,8 @@ class DenseReader:
         names: dict[Var, Term] = {**node.bind(factor.args), **{v: fresh(v.size) for v in node.binders}}
         given = [substitute_factor(f, names) for f in node.factors]
         factors = [self._pushed(f) for f in given]
-        if len(given) == 1 and factors == given:
-            return factor  # what sums one array, as a matrix over one axis, is summed once for all assignments
+        if len(given) == 1 and factors == given and _is_of_experts_alone(given[0]):
+            return factor  # the sum of a matrix over one axis is worth the same for all assignments
         guards = [substitute_factor(g, names) for g in node.guards]
         bound = {names[v] for v in node.binders}
         axes = tuple(v for v in factor_vars([*factors, *guards]) if v not in bound)
@@ -179,6 +179,12 @@ class DenseReader:
             return None
         value: Value = values[wire.index] if isinstance(values, list) else values
         return value if value.is_plain and value.dtype == wire.dtype else None
+
+
+def _is_of_experts_alone(factor: Factor) -> bool:
+    """Whether an array is read at chosen experts, and depends on nothing else of the assignment."""
+    plain = {a for a in factor.args if isinstance(a, Var)}
+    return not plain & {v for a in factor.args if not isinstance(a, Var) for v in term_vars(a)}
 
 
 def _multiplied(graph: Graph, factor: Factor) -> list[Factor]:

@@ -97,7 +97,9 @@ def _check(verdict: Verdict, outputs: dict[Any, Any], capacities: tuple[int, ...
 
 def _capacities(verdict: Verdict) -> tuple[int, ...]:
     """The capacity of each layer in the untouched program that the rewritten one must equal."""
-    program, dropless = verdict.program, [site.semantics == "dropless" for site in verdict.sites]
+    program = verdict.program
+    # A choice without a queue, as in what is left of a layer that is kept, has no capacity.
+    dropless = [site.semantics == "dropless" for site in verdict.sites if site.capacity or not program.has_slots]
     if len(dropless) != program.layers:
         assert len(set(dropless)) <= 1, "it is not known which layer is which site"
         dropless = [bool(dropless) and dropless[0]] * program.layers

@@ -127,20 +127,20 @@ class DefinitionEmitter(Emitter):
         return self.rows[key], list(args)  # type: ignore[arg-type]
 
     def _queue_positions(self, node: Rank, variables: tuple[Var, ...]) -> Any:
+        """How many assignments are counted up to each one, in its own queue, whether it is counted itself or not."""
         sizes = [v.size for v in variables]
         index = lax.convert_element_type(spread(self.fetch(node.index.factor, variables), sizes), np.int32)
         experts = node.index.size
         valid = lax.bitwise_and(lax.ge(index, np.int32(0)), lax.lt(index, np.int32(experts)))
-        for guard in node.guards:
-            valid = lax.bitwise_and(valid, spread(self.fetch(guard, variables), sizes))
         queues = math.prod(v.size for v in node.batch)
         if queues > 1:
             offset = lax.iota(np.int32, queues).reshape(
                 [v.size for v in node.batch] + [1] * (len(sizes) - len(node.batch))
             )
             index = lax.add(index, spread(offset * np.int32(experts), sizes))
-        index = lax.select(valid, index, lax.full_like(index, queues * experts))
-        positions = ops.rank(ops.plan(index, queues * experts)) + 1
+        routing = ops.plan(lax.select(valid, index, lax.full_like(index, queues * experts)), queues * experts)
+        held = self.conditions(node.guards, variables, [math.prod(sizes)])
+        positions = ops.rank(routing) + 1 if held is None else _counted(routing, held)
         return lax.convert_element_type(positions.reshape(sizes), node.dtype)
 
     def fetch(self, factor: Factor, variables: Sequence[Var]) -> Any:
@@ -235,3 +235,11 @@ class DefinitionEmitter(Emitter):
             data = jnp.asarray(self.fetch(factor, order))
             total = data if total is None else join(*matched(total, data))
         return None if total is None else lax.reshape(spread(total, [v.size for v in order]), shape)
+
+
+def _counted(routing: ops.Plan, held: Any) -> Any:
+    """[A]: how many of an expert's assignments up to each one are `held` [A]."""
+    total = lax.cumsum(lax.convert_element_type(take_rows(held, routing.permutation), np.int32))
+    before = lax.concatenate([np.zeros(1, np.int32), total], 0)
+    first = lax.sub(routing.inverse, ops.rank(routing))
+    return lax.sub(take_rows(total, routing.inverse), take_rows(before, first))
