@@ -309,7 +309,7 @@ class Recovery:
         if name in SCANS and eqn.params["length"] < 2:
             return None
         given = any(w.slots or w.changed for w in inputs)
-        chooses = any(map(_chooses, jex.core.jaxprs_in_params(eqn.params)))
+        chooses = any(map(_chooses, jex.core.jaxprs_in_params(eqn.params))) or any(map(self._is_choice, inputs))
         if not given and not any(_is_structured(w) for w in inputs) and not chooses:
             return None
         found = len(self.session.layer_wires)
@@ -328,6 +328,11 @@ class Recovery:
         if eqn.effects:
             self.effects.append(scope)
         return outputs
+
+    def _is_choice(self, wire: Wire) -> bool:
+        """Whether an array may be the choice of a layer, made outside of the body that is given it."""
+        value = wire.value
+        return value is not None and value.is_plain and value.factor.node in self.graph.bounds
 
     def _scan(self, scope: Scope, inputs: Sequence[Wire]) -> list[Wire]:
         consts, carries = scan_counts(scope.eqn)

@@ -18,7 +18,7 @@ from absl import logging
 from moe_xla.passes._jax import array_type
 from moe_xla.passes.roll.graph import inner_jaxprs, is_helper
 from moe_xla.passes.roll.recomputed import recomputed
-from moe_xla.passes.roll.scans import unscanned
+from moe_xla.passes.roll.scans import uncut, unscanned
 from moe_xla.passes.roll.unrolled import unrolled
 
 __all__ = ["may_hold_loops", "rolled"]
@@ -56,8 +56,8 @@ def rolled(closed: jex.core.ClosedJaxpr) -> jex.core.ClosedJaxpr | None:
 
 def _rolled(closed: jex.core.ClosedJaxpr) -> jex.core.ClosedJaxpr | None:
     result = closed
-    traced = [functools.partial(_traced, step=step) for step in (_recomputed, unscanned, unrolled)]
-    steps: tuple[_Step, ...] = (traced[0], _with_bodies, *traced[1:])
+    traced = [functools.partial(_traced, step=step) for step in (uncut, _recomputed, unscanned, unrolled)]
+    steps: tuple[_Step, ...] = (*traced[:2], _with_bodies, *traced[2:])
     for step in steps:
         result = step(result) or result
     return None if result is closed else result

@@ -19,6 +19,7 @@ from moe_xla.passes.recover.nodes import freeze, is_integer
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 CONTRACTIONS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 VIEWS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose", "expand_dims", "copy"})
+KEEPING = VIEWS | {"convert_element_type"}  # all elements of an array, laid out or represented in another way
 _HELPER_LENGTH = 8
 _RULE = "jvp_jaxpr_fun"
 
@@ -182,6 +183,13 @@ class Graph:
             for place, value in enumerate(op.inputs):
                 value.users.append((op, place))
         return live
+
+
+def read(env: dict[Value, Any], value: Value) -> Any:
+    """The array of a value that is given, computed or held."""
+    if value in env:
+        return env[value]
+    return value.held.val if isinstance(value.held, jex.core.Literal) else value.held
 
 
 def tested_by(op: Op) -> tuple[Value, int] | None:

@@ -13,14 +13,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.extend as jex
 import numpy as np
 from jax import lax
 
 from moe_xla.passes._jax import at_source, bind_equation, scan_counts
 from moe_xla.passes.recover.nodes import is_integer
 from moe_xla.passes.roll.closures import ADDS, chosen_sum, is_summable, move_axis
-from moe_xla.passes.roll.graph import VIEWS, Graph, Op, Value, holds, is_random
+from moe_xla.passes.roll.graph import KEEPING, VIEWS, Graph, Op, Value, holds, is_random, read
 from moe_xla.passes.roll.marks import Marks, is_small, known_result
 from moe_xla.passes.roll.numbers import array_of, numbers_along
 from moe_xla.passes.roll.scattered import adds_rows, scatter_all
@@ -59,17 +58,26 @@ class Carry:
 
 def unscanned(jaxpr: Any) -> Callable[[Sequence[Any]], list[Any]] | None:
     """The jaxpr with its scans over experts rolled, as a function of the arrays for its constants and inputs."""
+    return _without(jaxpr, lambda plan: plan.is_over_experts() or plan.cuts())
+
+
+def uncut(jaxpr: Any) -> Callable[[Sequence[Any]], list[Any]] | None:
+    """As `unscanned`, for scans that count and cut arrays into rows, as jax takes them out of a loop in a scan."""
+    return _without(jaxpr, lambda plan: plan.cuts())
+
+
+def _without(jaxpr: Any, wanted: Callable[[_Plan], bool]) -> Callable[[Sequence[Any]], list[Any]] | None:
     graph = Graph(jaxpr)
     if not any(op.name == "scan" for op in graph.ops):
         return None
-    level = _Level(graph)
+    level = _Level(graph, wanted)
     return level.run if level.plans else None
 
 
 class _Level:
-    """The scans of one level, planned in the order of the program."""
+    """The scans of one level that are `wanted`, planned in the order of the program."""
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: Graph, wanted: Callable[[_Plan], bool]):
         self.graph = graph
         self.marks = Marks(graph)
         self.stacked: set[Value] = set()  # by scans that are rolled
@@ -78,10 +86,12 @@ class _Level:
         for op in graph.ops:
             if op.name == "scan" and op.key is not None and op.params["length"] >= 2:
                 try:
-                    self.plans[op] = _Plan(op, self)
+                    plan = _Plan(op, self)
                 except _NotRolled:
                     continue
-                self.plans[op].note_results()
+                if wanted(plan):
+                    self.plans[op] = plan
+                    plan.note_results()
 
     def run(self, arrays: Sequence[Any]) -> list[Any]:
         """The outputs for arrays of the inputs."""
@@ -93,13 +103,6 @@ class _Level:
                 results = bind_equation(op.eqn, inputs) if plan is None else plan.emit(inputs)
             env.update(zip(op.outputs, results, strict=True))
         return [read(env, v) for v in self.graph.outputs]
-
-
-def read(env: dict[Value, Any], value: Value) -> Any:
-    """The array of a value that is given, computed or held."""
-    if value in env:
-        return env[value]
-    return value.held.val if isinstance(value.held, jex.core.Literal) else value.held
 
 
 class _Plan:
@@ -366,7 +369,7 @@ class _Plan:
             if op not in skipped and any(v in unreadable for v in op.inputs):
                 raise _NotRolled
         count = len(self.carries)
-        if any(v in unready for v in self.body.outputs[count:]) or not self._is_over_experts():
+        if any(v in unready for v in self.body.outputs[count:]):
             raise _NotRolled
 
     def _skipped(self) -> set[Op]:
@@ -387,7 +390,22 @@ class _Plan:
                     skipped.add(term.op)
         return skipped
 
-    def _is_over_experts(self) -> bool:
+    def cuts(self) -> bool:
+        """Whether iterations do no more than count, and take rows of arrays as they are."""
+        if any(carry.kind not in ("same", "counter") for carry in self.carries):
+            return False
+        rows = {v for v in self.body.inputs if v not in self.carried}
+        for op in self.body.ops:
+            known = all(v in self.known for v in op.outputs)
+            if not known and self._read_row(op) is None and op.name not in KEEPING:
+                return False
+            if not known and op.inputs[0] not in rows:
+                return False
+            rows.update(op.outputs)
+        return True
+
+    def is_over_experts(self) -> bool:
+        """Whether the numbers of the iterations, or axes along which they go, are of experts."""
         level, marks = self.level, self.level.marks
         for value in self.slices:
             if value.users and (self.outer[value] in level.stacked or marks.has(self.outer[value], 0)):

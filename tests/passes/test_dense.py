@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import moe_xla
 from tests.forms import dense
@@ -76,7 +77,7 @@ def _straight_through(params, x):
     """The backward pass of the gates asks for the work of every expert."""
     probs = jax.nn.softmax(x @ params["wg"])
     hard = dense.weights(params, x)
-    return dense.summed(dense.every_expert(params, x), probs + jax.lax.stop_gradient(hard - probs))
+    return dense.summed(dense.every_expert(params, x), probs + lax.stop_gradient(hard - probs))
 
 
 def _result(params, x):
@@ -87,7 +88,7 @@ def _result(params, x):
 def _large_negative_mask(params, x):
     """What is masked by a large negative number has a weight that is small, and not provably zero."""
     logits = x @ params["wg"]
-    chosen = dense.one_hot(jax.lax.top_k(logits, dense.CHOICES)[1], x).sum(1)
+    chosen = dense.one_hot(lax.top_k(logits, dense.CHOICES)[1], x).sum(1)
     return dense.summed(dense.every_expert(params, x), jax.nn.softmax(jnp.where(chosen > 0, logits, -5.0)))
 
 
@@ -98,7 +99,7 @@ def _mixture(params, x):
 def _threshold(params, x):
     """Ties would choose more experts than K."""
     probs = jax.nn.softmax(x @ params["wg"])
-    least = jax.lax.top_k(probs, dense.CHOICES)[0][:, -1:]
+    least = lax.top_k(probs, dense.CHOICES)[0][:, -1:]
     return dense.summed(dense.every_expert(params, x), jnp.where(probs >= least, probs, 0))
 
 
@@ -111,7 +112,7 @@ def _input_gated_biased(params, x):
 
 def _all_chosen(params, x):
     """Every expert is chosen: there is nothing to save."""
-    gate, index = jax.lax.top_k(jax.nn.softmax(x @ params["wg"]), EXPERTS)
+    gate, index = lax.top_k(jax.nn.softmax(x @ params["wg"]), EXPERTS)
     return dense.summed(dense.every_expert(params, x), (dense.one_hot(index, x) * gate[..., None]).sum(1))
 
 
@@ -161,18 +162,22 @@ def test_one_expert_that_is_not_a_number_spoils_its_own_tokens_only():
 
 # Loops over experts in a scan over layers: the backward body computes the forward body again.
 SCANNED = (
-    *("loop_where", "loop_columns", "loop_stack_taken", "loop_list", "loop_scan"),
-    *("one_hots_summed", "gather_index", "gather_tree"),
+    *(name for name in dense.LAYERS if name.startswith("loop_")),
+    "one_hots_summed",
+    "gather_index",
+    "gather_tree",
 )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", SCANNED)
 @pytest.mark.usefixtures("x64")
-def test_in_a_scan_over_layers(name):
+def test_in_a_scan_over_layers(name, dtype):
     def layers(params, x):
-        return jax.lax.scan(lambda x, _: (x + dense.LAYERS[name](params, x), None), x, None, length=2)[0]
+        return lax.scan(lambda x, _: (x + dense.LAYERS[name](params, x), None), x, None, length=2)[0]
 
-    _assert_rewritten(name, _step(layers), _inputs(jnp.float64), 1e-11)
+    tolerance = {"float32": 2e-5, "float64": 1e-11}[dtype]
+    _assert_rewritten(name, _step(layers), _inputs(dtype), tolerance)
 
 
 def _flattened(params, x):
@@ -182,7 +187,7 @@ def _flattened(params, x):
 
 def _flattened_layers(params, x):
     layer = jax.checkpoint(lambda x, _: (x + _flattened(params, x), None))
-    return jax.lax.scan(layer, x, None, length=2)[0]
+    return lax.scan(layer, x, None, length=2)[0]
 
 
 @pytest.mark.parametrize("layer", [_flattened, _flattened_layers])
