@@ -106,12 +106,14 @@ def _linear_map(graph: Graph, factor: Factor, node: Map) -> LinearForm:
         for i in (0, 1):
             scale = literal(ops[i])
             if scale is not None:
-                return _combine([(float(scale), linear_form(graph, ops[1 - i]))])
+                form = _combine([(float(scale), linear_form(graph, ops[1 - i]))])
+                return form if _survives(graph, form, node.dtype) else _atom(factor)
         return _atom(factor)
     signs = _SIGNS.get(node.name)
     if signs is None:
         return _atom(factor)
-    return _combine([(s, linear_form(graph, op)) for s, op in zip(signs, ops, strict=True)])
+    form = _combine([(s, linear_form(graph, op)) for s, op in zip(signs, ops, strict=True)])
+    return form if _survives(graph, form, node.dtype) else _atom(factor)
 
 
 _WIDE = 2**15
@@ -126,6 +128,8 @@ def _survives(graph: Graph, form: LinearForm, dtype: Any) -> bool:
         node = atom.node
         if isinstance(node, Rank):
             most: int | None = math.prod(v.size for v in (*node.order, *node.many))
+        elif isinstance(node, Ein) and is_count(node):
+            most = math.prod(v.size for v in node.binders)
         else:
             most = node.shape[0] if isinstance(node, Iota) else graph.bounds.get(node)
         if most is None:
@@ -305,15 +309,6 @@ def is_count(node: Node) -> bool:
     )
 
 
-def others_follow(graph: Graph, fact: RankFact) -> bool:
-    """Whether the other counts in a position are determined by its batch and its expert."""
-    known = (*fact.batch, fact.own_index, fact.expert)
-    return all(
-        all(isinstance(t, Const) or any(same_term(graph, t, k) for k in known) for t in atom.args)
-        for atom, _ in fact.others
-    )
-
-
 class DistinctFact(NamedTuple):
     """An index that takes different values along `along`, the rest of its arguments fixed."""
 
@@ -450,49 +445,6 @@ def lower_bound(graph: Graph, fact: RankFact, held: frozenset[Factor] = frozense
         return -math.inf
     own = fact.is_own(graph) and all(holds(graph, g, held) for g in fact.guards)
     return fact.constant + (1 if own else 0)
-
-
-def counts_exactly(graph: Graph, count: Ein, rank: Rank, held: frozenset[Factor], mapping: Substitution) -> bool:
-    """Whether `count` counts the assignments queued by `rank`: all of them, or all that pass a capacity test.
-
-    A test that keeps the first c of each queue leaves counts at min(c, length); positions below it are those of the
-    assignments that pass, so the test must be among the guards `held` where the rank is read (`mapping` binds the
-    rank's variables there).
-    """
-    scattered = [t for t in count.out if isinstance(t, Idx)]
-    if len(scattered) != 1 or scattered[0].node is not rank.index.node:
-        return False
-    renamed: dict[Var, Term] = {}
-    for mine, theirs in zip(rank.index.args, scattered[0].args, strict=True):
-        if not isinstance(mine, Var) or not isinstance(theirs, Var):
-            if mine != theirs:
-                return False
-        else:
-            renamed[mine] = theirs
-    if {renamed.get(v) for v in rank.order + rank.many} != set(count.binders):
-        return False
-    required = {substitute_factor(g, renamed) for g in rank.guards}
-    if not required <= set(count.guards):
-        return False
-    back = {new: old for old, new in renamed.items() if isinstance(new, Var)}
-    for extra in set(count.guards) - required:
-        here = substitute_factor(extra, back)
-        if not is_prefix_test(graph, here, rank) or substitute_factor(here, mapping) not in held:
-            return False
-    return True
-
-
-def is_prefix_test(graph: Graph, test: Factor, rank: Rank) -> bool:
-    """Whether `test` is true exactly for the first so many of each queue: own rank below a literal."""
-    if not isinstance(test.node, Map) or test.node.name not in ("lt", "le", "gt", "ge"):
-        return False
-    left, right = operands_at(test)
-    if test.node.name in ("gt", "ge"):
-        left, right = right, left
-    if literal(right) is None:
-        return False
-    fact = rank_of(graph, left)
-    return fact is not None and fact.rank is rank and not fact.others and fact.is_own(graph)
 
 
 def rank_sites(graph: Graph, node: Node) -> frozenset[Any]:

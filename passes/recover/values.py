@@ -29,20 +29,16 @@ from moe_xla.passes._jax import parameters_of
 from moe_xla.passes.recover.facts import (
     bound_of,
     conjuncts,
-    counts_exactly,
     depends_on_rank,
     distinct_of,
     holds,
-    is_count,
     is_nonnegative,
     linear_form,
     lower_bound,
-    others_follow,
     rank_of,
     same_term,
 )
 from moe_xla.passes.recover.nodes import (
-    Ein,
     Graph,
     Iota,
     Leaf,
@@ -56,6 +52,7 @@ from moe_xla.passes.recover.nodes import (
     operands_at,
     pinned,
 )
+from moe_xla.passes.recover.queues import base_of, is_behind, is_same_base
 from moe_xla.passes.recover.terms import (
     UNIT,
     Const,
@@ -408,11 +405,7 @@ def _discharge_rank(
     if ra is None or rb is None:
         return False
     for fact in (ra, rb):
-        if (
-            not fact.is_own(graph)
-            or not others_follow(graph, fact)
-            or not all(holds(graph, g, held) for g in fact.guards)
-        ):
+        if not fact.is_own(graph) or not all(holds(graph, g, held) for g in fact.guards):
             return False
     if len(ra.batch) != len(rb.batch) or not all(
         same_term(graph, x, y) for x, y in zip(ra.batch, rb.batch, strict=True)
@@ -420,28 +413,21 @@ def _discharge_rank(
         return False
     if not _known_equal(graph, ra.expert, rb.expert, equal):
         return False
-    others_a = frozenset((f.node, c) for f, c in ra.others)
-    others_b = frozenset((f.node, c) for f, c in rb.others)
-    if ra.constant != rb.constant:
+    if is_behind(graph, ra, rb, held) or is_behind(graph, rb, ra, held):
+        raise Contradiction
+    if ra.rank is not rb.rank or ra.constant != rb.constant:
         return False
-    if ra.rank is rb.rank and others_a == others_b:
-        extra: set[tuple[Idx, Term]] = set()
-        trial = dict(solved)
-        for x, y in zip(ra.order, rb.order, strict=True):
-            unify(x, y, trial, extra)
-        if not all(isinstance(y, Idx) and _are_equal_choices(graph, x, y, trial) for x, y in extra):
-            return False
-        solved.update(trial)
-        return True
-    for low, high, more in ((ra, rb, others_b - others_a), (rb, ra, others_a - others_b)):
-        if (others_a if low is ra else others_b) - (others_a if high is ra else others_b):
-            continue
-        if not all(c > 0 and is_count(n) for n, c in more):
-            continue
-        mapping = low.rank.bind((*low.batch, *low.order, low.expert))
-        if any(c == 1 and isinstance(n, Ein) and counts_exactly(graph, n, low.rank, held, mapping) for n, c in more):
-            raise Contradiction
-    return False
+    base_a, base_b = base_of(graph, ra), base_of(graph, rb)
+    if base_a is None or base_b is None or not is_same_base(base_a, base_b):
+        return False
+    extra: set[tuple[Idx, Term]] = set()
+    trial = dict(solved)
+    for x, y in zip(ra.order, rb.order, strict=True):
+        unify(x, y, trial, extra)
+    if not all(isinstance(y, Idx) and _are_equal_choices(graph, x, y, trial) for x, y in extra):
+        return False
+    solved.update(trial)
+    return True
 
 
 def align(

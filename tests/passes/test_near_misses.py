@@ -250,6 +250,25 @@ def _offset(offset_of):
     return position
 
 
+def _kept(position, mask, capacity=CAPACITY):
+    return (mask * (position < capacity)).sum(0)
+
+
+def _behind(offset_of):
+    """All choices in queues of their own, each behind an offset that `offset_of(positions, masks)` makes of the
+    earlier ones."""
+
+    def position(index):
+        positions, masks = [], []
+        for k in range(index.shape[1]):
+            mask = _hot(index[:, k])
+            positions.append(jnp.cumsum(mask, axis=0) - mask + (offset_of(positions, masks) if k else 0))
+            masks.append(mask)
+        return jnp.stack([jnp.sum(p * m, -1) for p, m in zip(positions, masks, strict=True)], axis=1)
+
+    return position
+
+
 def _shuffled(index):
     """Ranks of the assignments in another order, laid upon them as they stand."""
     return _queue(index[::-1])
@@ -332,6 +351,15 @@ COLLISIONS = {
     "offset_of_neighbour": _slots(_offset(lambda first, second: jnp.roll(first.sum(0), 1))),
     "offset_of_half": _slots(_offset(lambda first, second: first[: TOKENS // 2].sum(0))),
     "offset_is_mean": _slots(_offset(lambda first, second: first.sum() // EXPERTS)),
+    "behind_fewer_kept": _slots(_behind(lambda p, m: _kept(p[0], m[0], CAPACITY // 2))),
+    "behind_kept_from_three": _slots(_behind(lambda p, m: (m[0] * (p[0] >= 3)).sum(0))),
+    "behind_kept_but_one": _slots(_behind(lambda p, m: (m[0] * (p[0] != 3)).sum(0))),
+    "behind_kept_of_half": _slots(_behind(lambda p, m: _kept(p[0], m[0] * (jnp.arange(TOKENS) % 2)[:, None]))),
+    "behind_kept_by_token": _slots(_behind(lambda p, m: _kept(p[0] + jnp.arange(TOKENS)[:, None] // 4, m[0]))),
+    "behind_first_only": _slots(_behind(lambda p, m: _kept(p[0], m[0]))),
+    "behind_last_only": _slots(_behind(lambda p, m: _kept(p[-1], m[-1]))),
+    "behind_largest": _slots(_behind(lambda p, m: jnp.stack([_kept(*pm) for pm in zip(p, m, strict=True)]).max(0))),
+    "behind_second_by_neighbour": _slots(_behind(lambda p, m: _kept(p[0], m[0]) + _kept(p[-1] + 9, m[-1]))),
     "shuffled": _slots(_shuffled),
     "other_index": _slots(_other_index),
     "over_experts": _slots(_over_experts),
@@ -351,10 +379,14 @@ OVERFLOW_COLLIDES = {
 }
 
 
+# Second choices are queued right here; the third ones are not.
+THREE_CHOICES = {"behind_first_only", "behind_last_only", "behind_largest", "behind_second_by_neighbour"}
+
+
 @pytest.mark.parametrize("name", [*COLLISIONS, *OVERFLOW_COLLIDES])
 def test_slots_collide(name):
     """The programs themselves: two assignments that are kept share a slot."""
-    _, index, _ = composed.softmax_normalised(*_inputs(), 2)
+    _, index, _ = composed.softmax_normalised(*_inputs(), _choices(name))
     position, keep = (COLLISIONS | OVERFLOW_COLLIDES)[name](index, CAPACITY)
     kept = (position >= 0) & (position < CAPACITY + _extra_slots(name)) & (True if keep is None else keep)
     cells = np.asarray(index * 1000 + position)[np.asarray(kept)]
@@ -365,14 +397,44 @@ def _extra_slots(name):
     return int(name == "last_slot_kept")
 
 
+def _choices(name):
+    return 3 if name in THREE_CHOICES else 2
+
+
 @each_way
 @pytest.mark.parametrize("name", COLLISIONS)
 def test_colliding_slots_are_kept(name, direction, semantics):
     inputs = _inputs()
-    program = _program(_layer(slots=COLLISIONS[name]), CAPACITY, direction)
+    program = _program(_layer(slots=COLLISIONS[name], choices=_choices(name)), CAPACITY, direction)
     outputs, sites = _rewritten(program, semantics, inputs)
     assert not [site for site in sites if site.status != "kept"]
     _assert_same_bits(outputs, quick_jit(program)(*inputs))
+
+
+@every_semantics
+@pytest.mark.parametrize("misread", [True, False])
+def test_queues_behind_another_groups_count_are_kept(misread, semantics):
+    """Second choices of every group queue behind the first ones of group 0; behind their own group's they are found."""
+    params, x = _inputs()
+    x = jnp.stack([x, x[::-1] + 0.3])
+
+    def program(params, x):
+        probs = jax.nn.softmax(x @ params["wg"])
+        first, second = (_hot(lax.top_k(probs, 2)[1][..., k]) for k in range(2))
+        count = first.sum(1, keepdims=True)
+        positions = jnp.cumsum(first, 1) - first, jnp.cumsum(second, 1) - second + (count[:1] if misread else count)
+        dispatch = combine = 0.0
+        for mask, position in zip((first, second), positions, strict=True):
+            mask = (mask * (position < CAPACITY)).astype(x.dtype)
+            term = jnp.einsum("gte,gtc->gtec", mask, one_hot((position * mask).sum(-1).astype(jnp.int32), CAPACITY))
+            dispatch, combine = dispatch + term, combine + term * (probs * mask).sum(-1)[..., None, None]
+        hidden = jax.nn.relu(jnp.einsum("gtec,gtd,edf->gecf", dispatch, x, params["w1"]))
+        return jnp.einsum("gtec,gecf,efd->gtd", combine, hidden, params["w2"])
+
+    outputs, sites = _rewritten(program, semantics, (params, x))
+    assert [site.status for site in sites] == ["kept" if misread else "rewritten"]
+    if misread:
+        _assert_same_bits(outputs, quick_jit(program)(params, x))
 
 
 @every_semantics

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import jax.extend.core.primitives as prims
 
-from moe_xla.passes.recover.facts import assignments_of, counts_exactly, is_count, rank_of
+from moe_xla.passes.recover.facts import assignments_of, is_count, rank_of
 from moe_xla.passes.recover.nodes import Ein, Graph, Iota, Rank, is_map, operands_at, represents_exactly
-from moe_xla.passes.recover.terms import Factor, Idx, Term, Var, flatten, fresh
+from moe_xla.passes.recover.terms import Factor, Idx, Term, Var, flatten, fresh, substitute, substitute_factor
 from moe_xla.passes.recover.values import Piece, Value, has_unique_cells, of_literal, unconverted
 
 
@@ -76,7 +76,7 @@ def used_entries(graph: Graph, value: Value) -> tuple[Value, bool] | None:
     axes, read = value.pieces[0].axes, (*place.args, *count.args)
     if not all(isinstance(a, Var) and a in axes for a in read) or len(set(read)) != len(read):
         return None
-    rank = next((r for r in graph.queues if counts_exactly(graph, count.node, r, frozenset(), {})), None)
+    rank = next((r for r in graph.queues if _counted_as(r, count.node) is not None), None)
     if rank is None or not _are_exact(compared, max(place.args[0].size, assignments_of(rank))):
         return None
     return _mask_of_entries(graph, rank, value, place, count), below
@@ -92,14 +92,31 @@ def _are_exact(factors: Iterable[Factor], most: int) -> bool:
     return True
 
 
+def _counted_as(rank: Rank, count: Ein) -> dict[Var, Term] | None:
+    """The variables of a queue by those of a count of exactly what it queues, group by group; None of another count."""
+    counted = [t for t in count.out if isinstance(t, Idx)]
+    if len(counted) != 1 or counted[0].node is not rank.index.node:
+        return None
+    pairs = list(zip(rank.index.args, counted[0].args, strict=True))
+    names: dict[Var, Term] = {mine: theirs for mine, theirs in pairs if isinstance(mine, Var)}
+    summed, groups = (rank.order + rank.many), [t for t in count.out if t is not counted[0]]
+    if any(names.get(v) is None for v in (*summed, *rank.batch)) or len(set(names.values())) != len(names):
+        return None
+    whole = {names[v] for v in summed} == set(count.binders) and {names[v] for v in rank.batch} == set(groups)
+    same_index = substitute(rank.index, names) == counted[0]
+    same_guards = {substitute_factor(g, names) for g in rank.guards} == set(count.guards)
+    return names if whole and same_index and same_guards else None
+
+
 def _mask_of_entries(graph: Graph, rank: Rank, value: Value, place: Factor, count: Factor) -> Value:
     """Ones at the entries of a queue, in a mask that reads `place` and `count` at its axes."""
     (expert, position, guards), names = _entry(graph, rank, place.args[0].size)
     assert isinstance(count.node, Ein)
-    (counted,) = (t for t in count.node.out if isinstance(t, Idx))
+    counted = _counted_as(rank, count.node)
+    assert counted is not None
+    own = {theirs: names[mine] for mine, theirs in counted.items()}
     meant: dict[Term, Term] = {place.args[0]: position}
-    own = {t: names[v] for v, t in zip(rank.index.args, counted.args, strict=True) if isinstance(v, Var)}
     for term, arg in zip(count.node.out, count.args, strict=True):
-        meant[arg] = expert if term is counted else own[term]
+        meant[arg] = own.get(term, expert)
     axes = tuple(meant.get(a, a) for a in value.pieces[0].axes)
     return Value(value.shape, value.dtype, (Piece(axes, guards=guards),))
