@@ -15,6 +15,7 @@ import jax
 import jax.extend as jex
 import jax.extend.core.primitives as prims
 import numpy as np
+from jax import lax
 
 from moe_xla.passes._jax import COMPOSITE, array_type, expansion, scan_counts, source_of
 from moe_xla.passes.recover import loads, prefix
@@ -686,6 +687,20 @@ def _always(name: str, bound: float, low: float) -> bool | None:
     return False if (name == "lt" and bound <= low) or (name == "le" and bound < low) else None
 
 
+def _only_iteration(eqn: Any) -> jex.core.ClosedJaxpr:
+    """What a scan of length 1 computes: no variable of index notation stands for its only iteration."""
+    consts, carries = scan_counts(eqn)
+    body = jex.core.jaxpr_as_fun(eqn.params["jaxpr"])
+
+    def run(*arrays: Any) -> list[Any]:
+        whole, slices = arrays[: consts + carries], arrays[consts + carries :]
+        results = body(*whole, *(lax.squeeze(a, (0,)) for a in slices))
+        return [*results[:carries], *(lax.expand_dims(r, (0,)) for r in results[carries:])]
+
+    types = [v.aval for v in eqn.invars]
+    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types))
+
+
 def _uses(jaxpr: Any) -> collections.Counter[Any]:
     """How often each variable is read by outputs and by equations that are not dead themselves."""
     uses = collections.Counter(v for v in jaxpr.outvars if not isinstance(v, jex.core.Literal))
@@ -696,8 +711,13 @@ def _uses(jaxpr: Any) -> collections.Counter[Any]:
 
 
 def _body_of(eqn: Any) -> Any:
-    """What a call runs, or an operation on integers that jax has a program for; None for other equations."""
+    """What a call or a scan of length 1 runs, or an operation on integers that jax has a program for.
+
+    None for other equations, whose boundaries are kept.
+    """
     name = eqn.primitive.name
+    if name in SCANS and eqn.params["length"] == 1 and not eqn.effects:
+        return _only_iteration(eqn)
     if name == COMPOSITE and all(is_integer(array_type(v.aval)[1]) for v in eqn.outvars):
         return expansion(eqn)
     return eqn.params[INLINED[name]] if name in INLINED and not is_search(eqn) else None

@@ -180,6 +180,17 @@ def test_in_a_scan_over_layers(name, dtype):
     _assert_rewritten(name, _step(layers), _inputs(dtype), tolerance)
 
 
+@pytest.mark.parametrize("name", ["one_hots_summed", "taken_along_axis", "gather_index", "loop_where", "loop_fori"])
+@pytest.mark.usefixtures("x64")
+def test_in_a_scan_over_one_layer(name):
+    def layers(params, x):
+        stacked = jax.tree.map(lambda leaf: leaf[None], params)
+        y, means = lax.scan(lambda x, p: (x + dense.LAYERS[name](p, x), x.mean()), x, stacked)
+        return y * means.sum()
+
+    _assert_rewritten(name, _step(layers), _inputs(jnp.float64), 1e-11)
+
+
 def _flattened(params, x):
     """Tokens in rows of a batch, flattened inside the loss: so is the cotangent."""
     return jnp.sin(dense.one_hots_summed(params, x.reshape(-1, MODEL)).reshape(x.shape))

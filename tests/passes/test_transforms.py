@@ -203,6 +203,28 @@ def test_rewritten_layer_in_a_scan(semantics):
     assert_close(quick_jit(rewritten)(params, x), expected, TOLERANCE)
 
 
+@every_semantics
+def test_scan_over_one_layer(semantics):
+    form = FORMS["experts_gated"]
+    params, x = form.inputs(jnp.float64)
+
+    def step(capacity):
+        def total(params, x):
+            def body(x, own):
+                y, aux = form.at(capacity)(own, x)
+                return 0.5 * (x + y), aux["balance"]
+
+            x, balance = lax.scan(body, x, jax.tree.map(lambda leaf: leaf[None], params))
+            return jnp.sum(x * x) + balance.sum()
+
+        return jax.value_and_grad(total, argnums=(0, 1))
+
+    outcome = rewrite_and_run(form, step(form.tight), semantics, (params, x))
+    problems = [*site_errors(form, outcome.sites, semantics), *outcome.slot_arrays]
+    assert not problems
+    assert_close(outcome.outputs, quick_jit(step(_capacity(form, semantics)))(params, x), TOLERANCE)
+
+
 def test_rewritten_twice_is_rewritten_once():
     form = FORMS["top2"]
     inputs = form.inputs(jnp.float64)
