@@ -376,6 +376,9 @@ def _bound_of_map(graph: Graph, atom: Factor, node: Map) -> int | None:
         limits = [literal(op) for op in ops if literal(op) is not None]
         if limits and limits[0] >= 0 and all(is_nonnegative(graph, op) for op in ops):
             return int(limits[0]) + 1
+    if node.name == "clamp" and is_integer(node.dtype):
+        least, most = literal(ops[0]), literal(ops[2])
+        return int(most) + 1 if least is not None and most is not None and 0 <= least <= most else None
     if node.name == "max" and is_integer(node.dtype):
         bounds = [_bound_or_literal(graph, op) for op in ops]
         return None if any(b is None for b in bounds) else max(b for b in bounds if b is not None)

@@ -18,9 +18,8 @@ from jax import lax
 from moe_xla.passes.recover.nodes import is_floating, is_integer
 from moe_xla.passes.roll.graph import Graph, Op, Value
 from moe_xla.passes.roll.groups import Group, Place, Places
+from moe_xla.passes.roll.guards import ADDS, is_zero
 from moe_xla.passes.roll.scattered import adds_rows, scatter_all
-
-ADDS = frozenset({"add", "add_any"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +98,7 @@ def _sum(root: Op, places: Places, inner: set[Op]) -> Closure | None:
     if not runs:
         return None
     inner |= interior
-    values = tuple(v for v in rest if not _is_zero(v))
+    values = tuple(v for v in rest if not is_zero(v))
 
     def emit(rolled: Sequence[Any], arrays: Sequence[Any]) -> Any:
         shape = root.outputs[0].aval.shape
@@ -136,7 +135,7 @@ def _is_interior(value: Value, shape: Sequence[int]) -> bool:
 def _padded(value: Value, places: Places) -> tuple[Place, int] | None:
     """(place, axis) of a member of size 1 along an axis, padded with zeros so that member e stands at e there."""
     op = value.op
-    if op is None or op.name != "pad" or not _is_zero(op.inputs[1]):
+    if op is None or op.name != "pad" or not is_zero(op.inputs[1]):
         return None
     place = places.member(op.inputs[0])
     config = op.params["padding_config"]
@@ -155,14 +154,6 @@ def _unpadded(array: Any, axis: int, first: int, size: int) -> Any:
         return laid
     config = [(first, size - first - count, 0) if i == axis else (0, 0, 0) for i in range(laid.ndim)]
     return lax.pad(laid, np.zeros((), laid.dtype), config)
-
-
-def _is_zero(value: Value) -> bool:
-    """Whether a value is zero everywhere, as written."""
-    op = value.op
-    if op is not None:
-        return op.name in ("broadcast_in_dim", "convert_element_type", "stop_gradient") and _is_zero(op.inputs[0])
-    return value.literal is not None and bool(np.asarray(value.literal) == 0)
 
 
 # --- selects
@@ -192,7 +183,7 @@ def _selects(root: Op, graph: Graph, places: Places, inner: set[Op]) -> Closure 
     runs = [Run(mask, mask_result, low, count)]
     if isinstance(member, Group):
         runs.append(Run(member, member_result, low, count))
-    base = () if _is_zero(value) else (value,)
+    base = () if is_zero(value) else (value,)
     values = base if isinstance(member, Group) else (*base, member)
 
     def emit(rolled: Sequence[Any], arrays: Sequence[Any]) -> Any:

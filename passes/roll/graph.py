@@ -1,7 +1,8 @@
 """One level of a program as a graph of operations in which equal operations are one object.
 
-In: a jaxpr.  Out: a `Graph` of its live operations, in order.  Helpers wrapped in jit are written out in it, and a
-select of a select under masks that exclude each other reads the inner operand that it can reach.
+In: a jaxpr.  Out: a `Graph` of its live operations, in order.  Helpers wrapped in jit are written out in it, a select
+of a select under masks that exclude each other reads the inner operand that it can reach, and what a `switch` under
+`vmap` puts around its branches is moved to where it can be read (see `guards`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from moe_xla.passes._jax import derivative_rule
 from moe_xla.passes.recover.nodes import freeze, is_integer
+from moe_xla.passes.roll.guards import moved
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 CONTRACTIONS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
@@ -88,21 +90,23 @@ class Graph:
         for eqn in jaxpr.eqns:
             inputs = [self._read(env, a) for a in eqn.invars]
             if is_helper(eqn):
-                results = self._inline(eqn, inputs, source)
+                results = self._body(body_of(eqn), inputs, source if source is not None else eqn)
             else:
                 results = self._apply(eqn, source if source is not None else eqn, inputs)
             env.update(zip(eqn.outvars, results, strict=True))
 
-    def _inline(self, eqn: Any, inputs: Sequence[Value], source: Any) -> list[Value]:
-        closed = body_of(eqn)
+    def _body(self, closed: Any, inputs: Sequence[Value], source: Any) -> list[Value]:
         env: dict[Any, Value] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
         for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True):
             env[var] = self._table.setdefault(("const", id(const)), Value(var.aval, held=const))
-        self._write(closed.jaxpr, env, source if source is not None else eqn)
+        self._write(closed.jaxpr, env, source)
         return [self._read(env, a) for a in closed.jaxpr.outvars]
 
     def _apply(self, eqn: Any, source: Any, inputs: Sequence[Value]) -> list[Value]:
         inputs = tuple(self._reachable(eqn, inputs))
+        replacement = moved(eqn, inputs)
+        if replacement is not None:
+            return self._body(*replacement, source)
         if eqn.effects:
             return self._new(eqn, source, None, inputs)
         key = (eqn.primitive, self._parameters(eqn))

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from moe_xla.passes.recover.nodes import is_floating, is_integer
 from moe_xla.passes.roll.graph import Graph, Op, Value, holds, is_random, tested_by
+from moe_xla.passes.roll.guards import is_guard
 
 _ROUNDS = 12
 _DEPTH = 3  # of the uses by which arrays of a list are told apart
@@ -239,7 +240,7 @@ class Places:
             if op.key is not None:
                 self._meet(op, origins, met, buckets)
         found = False
-        for key, bucket in buckets.items():
+        for key, bucket in self._told_apart(buckets):
             entries = self._entries(bucket)
             if entries:
                 found = True
@@ -248,14 +249,14 @@ class Places:
 
     def _meet(self, op: Op, origins: dict[Value, tuple[Value, Any]], met: set[Value], buckets: Any) -> None:
         """Notes the first operation in which an input meets something else, if that is known at all places."""
-        own = [v for v in op.inputs if v in origins]
-        if len(own) > 1:
-            own = [v for v in own if not self._is_repeated(v, op)]
-        if len(own) != 1:
+        own = {v: origins[v] for v in op.inputs if v in origins}
+        if len({origin for origin, _ in own.values()}) > 1:
+            own = {v: found for v, found in own.items() if not self._is_repeated(v, op)}
+        if len({origin for origin, _ in own.values()}) != 1:
             return
-        origin, chain = origins[own[0]]
-        key = (op.key, *(_key(v, self._places.get(v)) if v is not own[0] else "origin" for v in op.inputs))
-        others = [v for v in op.inputs if v is not own[0] and v.held is None]
+        origin, chain = next(iter(own.values()))[0], tuple(chain for _, chain in own.values())
+        key = (op.key, *(_key(v, self._places.get(v)) if v not in own else ("origin", own[v][1]) for v in op.inputs))
+        others = [v for v in op.inputs if v not in own and v.held is None]
         if not others:
             origins.update({v: (origin, (chain, key, v.index)) for v in op.outputs})
             return
@@ -265,6 +266,18 @@ class Places:
         colour = None if entries else self._colour(origin, _DEPTH)
         met.add(origin)
         buckets[(_type(origin), chain, key, colour)][origin] = entries.pop() if entries else None
+
+    def _told_apart(self, buckets: dict[Any, dict[Value, int | None]]) -> Iterator[tuple[Any, dict[Value, int | None]]]:
+        """The buckets; one in which several arrays stand at the same place, as several by how these are used."""
+        for key, bucket in buckets.items():
+            known = [e for e in bucket.values() if e is not None]
+            if len(set(known)) == len(known):
+                yield key, bucket
+                continue
+            parts: dict[Any, dict[Value, int | None]] = collections.defaultdict(dict)
+            for value, entry in bucket.items():
+                parts[self._colour(value, _DEPTH)][value] = entry
+            yield from (((key, colour), part) for colour, part in parts.items())
 
     @staticmethod
     def _is_repeated(value: Value, op: Op) -> bool:
@@ -290,10 +303,12 @@ class Places:
         if key not in self._colours:
             uses = []
             for op, place in value.users:
-                if (op.name in _MIXING and not _adds_bias(op)) or op.key is None or depth == 0:
+                guards = is_guard(op)
+                if (op.name in _MIXING and not _adds_bias(op) and not guards) or op.key is None or depth == 0:
                     uses.append(hash(op.name))
                 else:
-                    uses.append(hash((op.key, place, *(self._colour(v, depth - 1) for v in op.outputs))))
+                    left = depth if guards else depth - 1
+                    uses.append(hash((op.key, place, *(self._colour(v, left) for v in op.outputs))))
             self._colours[key] = hash(tuple(sorted(uses)))
         return self._colours[key]
 

@@ -18,8 +18,9 @@ from jax import lax
 
 from moe_xla.passes._jax import at_source, bind_equation, scan_counts
 from moe_xla.passes.recover.nodes import is_integer
-from moe_xla.passes.roll.closures import ADDS, chosen_sum, is_summable, move_axis
+from moe_xla.passes.roll.closures import chosen_sum, is_summable, move_axis
 from moe_xla.passes.roll.graph import KEEPING, VIEWS, Graph, Op, Value, holds, is_random, read
+from moe_xla.passes.roll.guards import ADDS
 from moe_xla.passes.roll.marks import Marks, is_small, known_result
 from moe_xla.passes.roll.numbers import array_of, numbers_along
 from moe_xla.passes.roll.scattered import adds_rows, scatter_all

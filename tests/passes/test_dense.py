@@ -116,6 +116,27 @@ def _all_chosen(params, x):
     return dense.summed(dense.every_expert(params, x), (dense.one_hot(index, x) * gate[..., None]).sum(1))
 
 
+def _switch_with_identity(params, x):
+    """One of the branches is another function: nothing is rolled."""
+    _, index = dense.route(params, x)
+    branches = [lambda h, e=e: jax.nn.silu(h @ params["w1"][e]) @ params["w2"][e] for e in range(EXPERTS - 1)]
+    return jax.vmap(lambda h, i: jax.lax.switch(i, [*branches, lambda h: h], h))(x, index[:, 0])
+
+
+def _switch_of_vectors(params, x):
+    """Branches without a matmul."""
+    _, index = dense.route(params, x)
+    branches = [lambda h, e=e: h * params["b2"][e] for e in range(EXPERTS)]
+    return jax.vmap(lambda h, i: jax.lax.switch(i, branches, h))(x, index[:, 0])
+
+
+def _switch_and_sum(params, x):
+    """What the branches give is chosen from, and summed over all experts."""
+    _, index = dense.route(params, x)
+    out = [jax.nn.silu(x @ params["w1"][e]) @ params["w2"][e] for e in range(EXPERTS)]
+    return jax.lax.select_n(jnp.broadcast_to(index[:, :1], x.shape), *out) + jnp.sin(sum(out))
+
+
 KEPT = {
     "aux_of_every_expert": _aux_of_every_expert,
     "straight_through": _straight_through,
@@ -125,6 +146,9 @@ KEPT = {
     "threshold": _threshold,
     "input_gated_biased": _input_gated_biased,
     "all_chosen": _all_chosen,
+    "switch_with_identity": _switch_with_identity,
+    "switch_of_vectors": _switch_of_vectors,
+    "switch_and_sum": _switch_and_sum,
 }
 
 
@@ -208,3 +232,96 @@ def test_tokens_flattened_in_the_loss(layer):
     step, sites = _sites(_step(layer), (params, x))
     assert [(s.status, s.tokens, s.experts, s.choices) for s in sites] == [("rewritten", 30, EXPERTS, dense.CHOICES)]
     assert_close(step(params, x), quick_jit(_step(layer))(params, x), 1e-11)
+
+
+# --- switches
+
+SWITCHES = ("switch_choices", "switch_vmapped_choices", "switch_list", "switch_top1")
+
+
+@pytest.mark.parametrize("rematerialised", [False, True])
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.usefixtures("x64")
+def test_switch_in_a_scan_over_layers(name, rematerialised):
+    """Each layer has weights of its own."""
+
+    def layers(params, x):
+        def layer(x, params):
+            return x + dense.LAYERS[name](params, x), None
+
+        stack = jax.tree.map(lambda p: jnp.stack([p, p / 2]), params)
+        return jax.lax.scan(jax.checkpoint(layer) if rematerialised else layer, x, stack)[0]
+
+    _assert_rewritten(name, _step(layers), _inputs(jnp.float64), 1e-11)
+
+
+@pytest.mark.usefixtures("x64")
+def test_switch_of_groups():
+    def layer(params, x):
+        gate, index = dense.route(params, x)
+        branches = [lambda h, e=e: jnp.tanh(h @ params["w1"][e]) @ params["w2"][e] for e in range(EXPERTS)]
+        token = lambda h, i, g: sum(g[k] * jax.lax.switch(i[k], branches, h) for k in range(dense.CHOICES))  # noqa: E731
+        return jax.vmap(jax.vmap(token))(x, index, gate)
+
+    inputs = init_layer(np.random.default_rng(3), jnp.float64, (3, 10))
+    step, sites = _sites(_step(layer), inputs)
+    assert [(s.status, s.tokens, s.experts, s.choices) for s in sites] == [("rewritten", 30, EXPERTS, dense.CHOICES)]
+    assert_close(step(*inputs), quick_jit(_step(layer))(*inputs), 1e-11)
+
+
+@pytest.mark.usefixtures("x64")
+def test_switch_of_fewer_branches_than_are_chosen_from():
+    """jax takes the last branch for all indices beyond it, which the router gives."""
+
+    def layer(params, x):
+        gate, index = dense.route(params, x)
+        w1, w2 = params["w1"][:3], params["w2"][:3]
+        branches = [lambda h, e=e: jax.nn.silu(h @ w1[e]) @ w2[e] for e in range(3)]
+        return jax.vmap(lambda h, i, g: g * jax.lax.switch(i, branches, h))(x, index[:, 0], gate[:, 0])
+
+    inputs = _inputs(jnp.float64)
+    assert (dense.route(*inputs)[1][:, 0] > 2).any()
+    step, sites = _sites(_step(layer), inputs)
+    assert [(s.status, s.experts, s.choices) for s in sites] == [("rewritten", 3, 1)]
+    assert_close(step(*inputs), quick_jit(_step(layer))(*inputs), 1e-11)
+
+
+def _guarded(stopped, weight_choice):
+    """A loop that spells what a switch under vmap becomes: tokens and weights beside others where a mask is false.
+
+    The weights stand under the mask of the choice `weight_choice`, the tokens and the result under that of the first.
+    """
+
+    def layer(params, x):
+        _, index = dense.route(params, x)
+        y = jnp.zeros_like(x)
+        for e in range(EXPERTS):
+            mask, other = index[:, :1] == e, index[:, weight_choice, None, None] == e
+            w1 = jnp.broadcast_to(params["w1"][e], (len(x), MODEL, HIDDEN))
+            h = jnp.einsum("td,tdf->tf", jnp.where(mask, x, stopped(x)), jnp.where(other, w1, stopped(w1)))
+            y = jnp.where(mask, jnp.tanh(h) @ params["w2"][e], y)
+        return y
+
+    return layer
+
+
+@pytest.mark.parametrize("weight_choice", [0, 1])
+@pytest.mark.parametrize("stopped", [jax.lax.stop_gradient, lambda a: 3 * a], ids=["stopped", "scaled"])
+@pytest.mark.usefixtures("x64")
+def test_masks_that_agree_and_masks_that_differ(stopped, weight_choice):
+    """Only under one mask is a token's row multiplied by the weights that stand there."""
+    layer, inputs = _guarded(stopped, weight_choice), _inputs(jnp.float64)
+    step, sites = _sites(_step(layer), inputs)
+    if weight_choice == 0 and stopped is jax.lax.stop_gradient:
+        assert [(s.status, s.reason) for s in sites] == [("rewritten", None)]
+    assert_close(step(*inputs), quick_jit(_step(layer))(*inputs), 1e-11)
+    rewritten = quick_jit(_step(moe_xla.rewrite(layer, semantics="exact")))
+    assert_close(rewritten(*inputs), quick_jit(_step(layer))(*inputs), 1e-11)
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.usefixtures("x64")
+def test_gradients_of_a_rewritten_switch(name):
+    layer, inputs = dense.LAYERS[name], _inputs(jnp.float64)
+    rewritten = quick_jit(_step(moe_xla.rewrite(layer, semantics="exact")))
+    assert_close(rewritten(*inputs), quick_jit(_step(layer))(*inputs), 1e-11)

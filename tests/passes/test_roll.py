@@ -220,6 +220,26 @@ def listed_where(params, x):
     return y
 
 
+def listed_switch(params, x):
+    """Branches of a switch under vmap, each with arrays of its own, two of them of one type."""
+    gates, index = _top(params, x)
+    branches = [lambda h, p=p: _gated(p, h) for p in params["experts"]]
+    return jax.vmap(lambda h, i, g: g * lax.switch(i, branches, h))(x, index[:, 0], gates[:, 0])
+
+
+def switched(params, x):
+    gates, index = _top(params, x)
+    branches = [lambda h, e=e: _expert(_at(params, e), h) for e in range(_count(params))]
+    return jax.vmap(lambda h, i, g: sum(g[k] * lax.switch(i[k], branches, h) for k in range(CHOICES)))(x, index, gates)
+
+
+def switched_choices(params, x):
+    gates, index = _top(params, x)
+    branches = [lambda h, e=e: _gated(_at(params, e), h) for e in range(_count(params))]
+    out = jax.vmap(lambda h, i: jax.vmap(lambda one: lax.switch(one, branches, h))(i))(x, index)
+    return (out * gates[..., None]).sum(1)
+
+
 # --- scans
 
 
@@ -347,9 +367,11 @@ UNROLLED = (
     concatenated_features,
     select_between_outputs,
     unstacked_weights,
+    switched,
+    switched_choices,
     jitted_experts,
 )
-LISTED = (listed, listed_gated, listed_with_two_biases, listed_where)
+LISTED = (listed, listed_gated, listed_with_two_biases, listed_where, listed_switch)
 SCANNED = (
     scanned_top_k,
     scanned_combine,

@@ -4,7 +4,18 @@ A rule is a function `(context, eqn, *values) -> Value`, registered by `@rule("n
 `NoRule` with a reason where it does not apply; the equation is then run on arrays, exactly as written.
 """
 
-from moe_xla.passes.recover.rules import calls, contractions, elementwise, ranks, scatters, searches, structure
+from moe_xla.passes.recover.rules import calls, contractions, dots, elementwise, ranks, scatters, searches, structure
 from moe_xla.passes.recover.rules.table import TABLE, Context
 
-__all__ = ["TABLE", "Context", "calls", "contractions", "elementwise", "ranks", "scatters", "searches", "structure"]
+__all__ = [
+    "TABLE",
+    "Context",
+    "calls",
+    "contractions",
+    "dots",
+    "elementwise",
+    "ranks",
+    "scatters",
+    "searches",
+    "structure",
+]

@@ -1,4 +1,4 @@
-"""Rules that multiply and sum: products of values, `dot_general`, `reduce_sum`, `reduce_max` and its kin."""
+"""Rules that multiply and sum: products of values, `reduce_sum`, `reduce_max` and its kin."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ import jax.extend.core.primitives as prims
 import numpy as np
 from jax import numpy as jnp
 
-from moe_xla.passes.recover.nodes import Graph, is_boolean, is_floating
+from moe_xla.passes.recover.nodes import is_boolean, is_floating
 from moe_xla.passes.recover.rules.table import Context, rule
-from moe_xla.passes.recover.terms import Factor, Idx, Var, fresh_axis, has_idx, substitute_factor, term_vars, vars_of
+from moe_xla.passes.recover.terms import (
+    Factor,
+    Idx,
+    Var,
+    fresh_axis,
+    has_idx,
+    term_vars,
+    vars_of,
+)
 from moe_xla.passes.recover.values import (
     Contradiction,
     NoRule,
@@ -32,14 +40,12 @@ from moe_xla.passes.recover.values import (
     normalised,
     of_literal,
     of_node,
-    only_renames,
     plain,
     plain_map,
-    read,
     renormalised,
 )
 
-AxisPairs = Sequence[tuple[int, int]]
+AxisPairs = Sequence[tuple[int, int]]  # axes of two values that are one
 # Masks of 11 choices that a program adds up one by one have 121 products in the gradient of their weights; what needs
 # more would take minutes to work out.
 _MOST_PRODUCTS = 128
@@ -136,121 +142,6 @@ def _count_lost(piece: Piece, variables: Sequence[Var]) -> Piece:
             piece = piece.replace(coef=piece.coef * variable.size)
             seen.add(variable)
     return piece
-
-
-@rule("dot_general")
-def dot_general(context: Context, eqn: Any, left: Value, right: Value) -> Value:
-    (contract_l, contract_r), (batch_l, batch_r) = eqn.params["dimension_numbers"]
-    dtype = eqn.outvars[0].aval.dtype
-    free_l = [i for i in range(len(left.shape)) if i not in (*contract_l, *batch_l)]
-    free_r = [i for i in range(len(right.shape)) if i not in (*contract_r, *batch_r)]
-    joined = [*zip(batch_l, batch_r, strict=True), *zip(contract_l, contract_r, strict=True)]
-    out = [("left", i) for i in (*batch_l, *free_l)] + [("right", i) for i in free_r]
-    return contract(context, left, right, joined, out, eqn.outvars[0].aval.shape, dtype)
-
-
-def contract(
-    context: Context,
-    left: Value,
-    right: Value,
-    joined: AxisPairs,
-    out: Sequence[tuple[str, int]],
-    shape: Sequence[int],
-    dtype: Any,
-) -> Value:
-    """Σ over joined axes that are not in `out` of left · right."""
-    if left.background is None and right.background is None:
-        return product(context, left, right, joined, out, shape, dtype)
-    ways = [_dot_covered]
-    contract_l = [a for a, _ in joined if ("left", a) not in out]
-    contract_r = [b for a, b in joined if ("left", a) not in out and ("right", b) not in out]
-    for value, other, axes in ((left, right, contract_l), (right, left, contract_r)):
-        if value.background is not None and other.is_plain and _is_cellwise(context.graph, value, axes):
-            ways.insert(0, _dot_with_background)
-    for way in ways:
-        try:
-            return way(context, left, right, joined, out, shape, dtype)
-        except NoRule:
-            continue
-    sums = additive(context.graph, left), additive(context.graph, right)
-    return product(context, *sums, joined, out, shape, dtype)
-
-
-def _is_cellwise(graph: Graph, value: Value, contracted_axes: Sequence[int]) -> bool:
-    """Whether a contraction stays within the cells: no contracted axis takes part in a data-dependent place."""
-    return has_unique_cells(graph, value) and not any(
-        has_idx(p.axes[i]) or set(term_vars(p.axes[i])) & p.points for p in value.pieces for i in contracted_axes
-    )
-
-
-def _dot_with_background(context: Context, left: Value, right: Value, *spec: Any) -> Value:
-    dtype = spec[-1]
-    structured, first = (left, True) if left.background is not None else (right, False)
-    other = right if first else left
-
-    def dot(value: Value) -> Value:
-        return product(context, value, other, *spec) if first else product(context, other, value, *spec)
-
-    rows = dot(Value(structured.shape, structured.dtype, structured.pieces))
-    if any(p.hidden for p in rows.pieces):
-        raise NoRule("rows that meet every token")
-    assert structured.background is not None
-    background = dot(structured.background)
-    if not background.is_plain:
-        raise NoRule("a background that does not stay an array")
-    zero = literal_of(background) is not None and literal_of(background) == 0
-    return Value(rows.shape, dtype, rows.pieces, None if zero else background)
-
-
-def _dot_covered(context: Context, left: Value, right: Value, *spec: Any) -> Value:
-    """A contraction over cells of a value with a background: only the cells that the other operand hits are read."""
-    joined: AxisPairs = spec[0]
-    shape, dtype = spec[-2], spec[-1]
-    if (left.background is None) == (right.background is None):
-        raise NoRule("two operands with a background")
-    backed_left = left.background is not None
-    backed, sparse = (left, right) if backed_left else (right, left)
-    pairs = joined if backed_left else [(b, a) for a, b in joined]
-    pieces: list[Piece] = []
-    for q in sparse.pieces:
-        source = _covering(context, backed, q, pairs)
-        lone = Value(sparse.shape, sparse.dtype, (q,))
-        operands = (source, lone) if backed_left else (lone, source)
-        pieces += product(context, *operands, *spec).pieces
-    return normalised(context.graph, Value(tuple(shape), dtype, tuple(pieces)))
-
-
-def _covering(context: Context, backed: Value, q: Piece, pairs: AxisPairs) -> Value:
-    """What `backed` holds on the cells of `q`: one of its pieces, its background where that one's conditions fail."""
-    graph = context.graph
-    assert backed.background is not None
-    if not has_unique_cells(graph, backed):
-        raise NoRule("slots that are not provably unique")
-    partner = dict(pairs)
-    for piece in backed.pieces:
-        moved = piece.renamed()
-        try:
-            solved, rest = align(graph, [q, moved], [[(0, b), (1, a)] for a, b in pairs])
-        except Contradiction:
-            continue
-        if not only_renames(q, solved):
-            raise NoRule("a buffer with a background of which more than the rows is read")
-        pinned = {w for v in q.variables for w in vars_of([solved.get(v, v)])}
-        needed = {w for v in moved.points for w in vars_of([solved.get(v, v)])}
-        indexed = [i for i, a in enumerate(moved.axes) if has_idx(a)]
-        if rest or not needed <= pinned or any(i not in partner for i in indexed):
-            raise NoRule("rows of a buffer with a background that are not provably those that are read")
-        held = set(q.substitute(solved).guards)
-        names = dict(zip(piece.variables, moved.variables, strict=True))
-        unproved = [g for g in piece.guards if substitute_factor(substitute_factor(g, names), solved) not in held]
-        data = materialised(graph, piece.replace(guards=()), backed.dtype)
-        if unproved:
-            data = graph.select(graph.logical_and(unproved), data, read(graph, backed.background, piece.axes))
-        proved = tuple(g for g in piece.guards if g not in unproved)
-        return Value(backed.shape, backed.dtype, (Piece(piece.axes, (data,), 1, frozenset(), proved),))
-    if any(context.is_unbounded(a) for a in q.axes):
-        raise NoRule("empty cells of a slot axis without bound")
-    return backed.background
 
 
 @rule("reduce_sum")

@@ -13,17 +13,19 @@ from typing import Any
 import jax.extend.core.primitives as prims
 import numpy as np
 
+from moe_xla.passes.recover.facts import bound_of
 from moe_xla.passes.recover.nodes import (
     Graph,
     Iota,
     Leaf,
     is_boolean,
     is_floating,
+    is_integer,
 )
 from moe_xla.passes.recover.rules.cells import celled, on_cells, spread
 from moe_xla.passes.recover.rules.contractions import multiplied
 from moe_xla.passes.recover.rules.table import Context, rule
-from moe_xla.passes.recover.terms import Factor, Idx, Var, fresh_axis, vars_of
+from moe_xla.passes.recover.terms import Factor, Idx, Var, factor_vars, fresh_axis, vars_of
 from moe_xla.passes.recover.values import (
     NoRule,
     Piece,
@@ -138,6 +140,8 @@ def apply(
         delta = _delta(context, values, shape)
         if delta is not None:
             return delta if name == "eq" else apply(context, prims.not_p, {}, [delta], shape, dtype)
+    if name == "clamp" and _is_within(context.graph, *values):
+        return values[1]
     if all(v.is_plain for v in values):
         return plain_map(context.graph, prim, params, values, shape, dtype)
     if name == "select_n" and _are_same_literal(values[1:]):
@@ -166,6 +170,15 @@ def _is_own(value: Value, other: Value, reduction: str) -> bool:
         if getattr(step, "name", None) in ("max", "stop_gradient", "broadcast_in_dim", "reshape"):
             wires += step.inputs  # type: ignore[union-attr]
     return False
+
+
+def _is_within(graph: Graph, low: Value, value: Value, high: Value) -> bool:
+    """Whether an index is proved to lie where it is clamped to, as one of a `switch` is."""
+    least, most = literal_of(low), literal_of(high)
+    if least is None or most is None or not value.is_plain or not is_integer(value.dtype):
+        return False
+    bound = bound_of(graph, value.factor)
+    return bound is not None and least <= 0 and bound <= most + 1
 
 
 def _are_same_literal(values: Sequence[Value]) -> bool:
@@ -247,9 +260,9 @@ def _linear(
         if all(sparse):
             return multiplied(context, values[0], values[1], shape, dtype)
         return _masked(context, prim, params, values, shape, dtype)
-    if name == "select_n" and len(values) == 3 and all(sparse) and _is_deferred(values[2]):
+    if name == "select_n" and len(values) == 3 and all(sparse) and (_is_deferred(values[2]) or _is_outer(values[2])):
         if is_boolean(values[0].dtype) and literal_of(values[1]) is not None and literal_of(values[1]) == 0:
-            # A product that is not contracted yet, where a mask holds, is its product with the mask.
+            # A product that is better left a product, where a mask holds, is its product with the mask.
             return multiplied(context, cast(graph, values[0], dtype), values[2], shape, dtype)
     if name == "neg" and sparse[0]:
         return Value(tuple(shape), dtype, tuple(p.replace(coef=-p.coef) for p in values[0].pieces))
@@ -284,6 +297,18 @@ def _is_deferred(value: Value) -> bool:
     return any(
         p.hidden or p.equalities or components(p, frozenset(p.hidden)) > 1 for p in value.pieces if not value.is_plain
     )
+
+
+def _is_outer(value: Value) -> bool:
+    """Whether rows are multiplied into matrices, as in the gradients of weights, before these are summed."""
+    return not value.is_plain and any(_is_outer_product(p) for p in value.pieces)
+
+
+def _is_outer_product(piece: Piece) -> bool:
+    """Whether several factors hold features, and none of them holds all."""
+    features = [set(factor_vars([f])) - piece.points for f in piece.factors]
+    whole = set(vars_of(piece.axes)) - piece.points
+    return sum(map(bool, features)) > 1 and not any(whole <= held for held in features)
 
 
 def _masked(

@@ -21,7 +21,8 @@ from moe_xla.passes.recover.nodes import (
     literal,
     operands_at,
 )
-from moe_xla.passes.recover.rules.contractions import contract, existence
+from moe_xla.passes.recover.rules.contractions import existence
+from moe_xla.passes.recover.rules.dots import contract
 from moe_xla.passes.recover.rules.indices import (
     aligned,
     cells_of,
