@@ -105,13 +105,15 @@ def _products(sizes: Sequence[int]) -> set[int]:
 class LiteralUse(NamedTuple):
     """A number that meets counts of rows, those counted by `indices`, in `step`.
 
-    `mean` says whether it makes a mean of what was summed: "slots" over slots too, "other" over other axes only.
+    `mean` says whether it makes a mean of what was summed: "slots" over slots too, "other" over other axes only;
+    `is_direct` whether it meets a count as it is.
     """
 
     indices: frozenset[IndexKey]
     number: float
     mean: str | None
     step: Step
+    is_direct: bool
 
 
 def follow(graph: Graph, step: Step, is_dropless: Callable[[Any], bool]) -> list[LiteralUse]:
@@ -126,6 +128,7 @@ def follow(graph: Graph, step: Step, is_dropless: Callable[[Any], bool]) -> list
         for wire in step.outputs:
             wire.loads = counted
             wire.mean_of = _reduced_cells(graph, step) if counted else None
+            wire.is_count = bool(counted)
         return []
     if name == "dot_general" and any(number_of(w) is not None for w in step.inputs):
         for wire in step.outputs:
@@ -135,12 +138,13 @@ def follow(graph: Graph, step: Step, is_dropless: Callable[[Any], bool]) -> list
     if not loads or name not in _SCALING | _COMPARING | _PASSING:
         return []
     numbers = [n for n in map(number_of, step.inputs) if n is not None]
+    direct = any(w.is_count for w in step.inputs)
     for wire in step.outputs:
-        wire.loads = loads
+        wire.loads, wire.is_count = loads, direct and name in _PASSING
     if name in _PASSING or not numbers:
         return []
     means = dict(w.mean_of for w in step.inputs if w.mean_of is not None)
-    return [LiteralUse(loads, n, means.get(n) if name == "div" else None, step) for n in numbers]
+    return [LiteralUse(loads, n, means.get(n) if name == "div" else None, step, direct) for n in numbers]
 
 
 def _follow_told(graph: Graph, step: Step) -> None:
@@ -193,7 +197,9 @@ def is_use_of_capacity(use: LiteralUse, known: Numbers) -> bool:
     """Whether a use may be one of the capacity: a mean over slots, or a number that no other size explains."""
     if use.mean is not None:
         return use.mean == "slots"
-    return is_capacity(use.step.name, use.number, known)
+    # Another size does not explain a number by which counts are divided as they are: it may be both.
+    shared = use.is_direct and use.step.name == "div" and use.number > _SMALL and known.hold(use.number)
+    return shared or is_capacity(use.step.name, use.number, known)
 
 
 def is_capacity(operation: str, number: float, known: Numbers) -> bool:
