@@ -23,7 +23,7 @@ class Wire:
     written (dropless), so the step must not be run on the original inputs.  `slots` names the sites whose slot axis the
     array has, `dense` those of which it holds the work of every expert, or a matrix for every assignment: it must not
     be built.  `tainted` names the sites whose queue positions flow into it.  Two wires of the same `number` hold the
-    same array, also across scopes.  `loads` are the indices whose assignments are counted in it, `is_count` says whether
+    same array, also across scopes.  `loads` are the indices whose assignments are counted in it, `is_count` is whether
     it is such a count as it is, `mean_of` is the number that would make it a mean, and of what (see `loads`).  `told`
     are, with how many choices a token has, the indices of whose assignments it tells something one by one: which are
     kept, where dropless keeps them all, or which go to an expert.
