@@ -724,6 +724,24 @@ def test_capacity_that_matters_is_kept(name, direction, semantics):
     assert_close(outputs, quick_jit(program)(*inputs), 2e-5)
 
 
+def test_slots_of_all_experts_that_are_as_many_as_tokens():
+    """A number by which what is kept is divided may be that of the slots, though it is that of the tokens too."""
+    capacity, tokens = 4, 4 * EXPERTS
+
+    def layer(params, x):
+        gate, index, _ = composed.softmax_normalised(params, x, 1)
+        slot, e = composed.positions(composed.Parts(choices=1), index).reshape(-1), index.reshape(-1)
+        buffer = jnp.zeros((EXPERTS, capacity, MODEL), x.dtype).at[e, slot].set(x, mode="drop")
+        rows = composed.mlp(params, buffer).at[e, slot].get(mode="fill", fill_value=0)
+        return rows * gate, (slot < capacity).sum() / (EXPERTS * capacity), (slot < capacity).mean()
+
+    inputs = init_layer(np.random.default_rng(0), jnp.float32, (tokens,))
+    sites = moe_xla.moe_jit(layer, semantics="dropless").explain(*inputs).sites
+    assert [(site.status, site.semantics, site.primitive) for site in sites] == [("rewritten", "exact", "div")]
+    mean = moe_xla.moe_jit(lambda *args: layer(*args)[::2], semantics="dropless").explain(*inputs).sites
+    assert [(site.status, site.semantics) for site in mean] == [("rewritten", "dropless")]
+
+
 @pytest.mark.parametrize(("capacity", "scale"), [(20, "divide"), (2 * TOKENS // EXPERTS, "divide"), (20, "multiply")])
 def test_capacity_that_other_sizes_make_too(capacity, scale):
     """20 = 2 * 2 * 5 is a product of sizes, 1 / 20 a weight as people write it: still the capacity."""
