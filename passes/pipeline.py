@@ -190,8 +190,17 @@ def _with_loops(
         return result
     known = {site.source for site in result.sites}
     other = _rewritten(loops, options, compare, refuses)
+    if _is_half_dropless(other.sites):
+        # A pass that a rolled loop makes again is a site of its own: it must drop what the first one drops.
+        other = _rewritten(loops, dataclasses.replace(options, semantics="exact"), compare, refuses)
     sites = tuple(_of_loop(site) if site.source not in known else site for site in other.sites)
     return Rewritten(other.evaluate, sites, other.outcomes) if _found(sites) > _found(result.sites) else result
+
+
+def _is_half_dropless(sites: Sequence[Site]) -> bool:
+    """Whether some layers drop nothing, while others with a capacity are exact or as written."""
+    dropless = [site.semantics == "dropless" for site in sites if site.capacity]
+    return any(dropless) and not all(dropless)
 
 
 def _found(sites: Sequence[Site]) -> tuple[int, int]:

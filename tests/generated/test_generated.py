@@ -38,6 +38,8 @@ NAMED: dict[str, Program] = {
     "use_rate_of_lists": Program(family="list", walk="scanned", near_miss="use_rate"),
     # positions of padding tokens, which are not counted, are looked at where they have to be worked out
     "kept_padding_behind_a_layer": Program(padding="periodic", sample="take", around="stack", metrics="dropped"),
+    # the forward and the backward pass are one layer, whose rate of use is seen in one of them
+    "use_rate_in_one_of_two_passes": Program(family="list", walk="unrolled", around="map", near_miss="use_rate"),
     # the capacity is below the first slot, so that everything is dropped
     "no_slot_below_the_capacity": Program(near_miss="from_slot_three"),
     "padding_before_the_first_slot": Program(padding="periodic", rank="after", near_miss="padding_unmasked"),
