@@ -274,15 +274,16 @@ def _start_in(atoms: dict[Factor, float]) -> Start | None:
     return None
 
 
-_AT_LEAST = {"ge": (0, 1), "le": (1, 0)}
-_BELOW = {"lt": (0, 1), "gt": (1, 0)}
+# Comparisons that say that one operand is at least, or below, the other one: which operand is which.
+AT_LEAST = {"ge": (0, 1), "le": (1, 0)}
+BELOW = {"lt": (0, 1), "gt": (1, 0)}
 
 
 def sorted_range(graph: Graph, factor: Factor) -> tuple[Start, Var] | None:
     """(start, a) where a condition says that `a` is a place of the expert's in an order by expert."""
     tests = {c.node.name: operands_at(c) for c in conjuncts(factor) if isinstance(c.node, Map)}
-    low = next((tuple(tests[n][i] for i in where) for n, where in _AT_LEAST.items() if n in tests), None)
-    high = next((tuple(tests[n][i] for i in where) for n, where in _BELOW.items() if n in tests), None)
+    low = next((tuple(tests[n][i] for i in where) for n, where in AT_LEAST.items() if n in tests), None)
+    high = next((tuple(tests[n][i] for i in where) for n, where in BELOW.items() if n in tests), None)
     if len(conjuncts(factor)) != 2 or low is None or high is None or low[0] != high[0]:
         return None
     place, form, end = linear_form(graph, low[0]), linear_form(graph, low[1]), linear_form(graph, high[1])

@@ -253,6 +253,7 @@ class Recovery:
         name = eqn.primitive.name
         inner = _body_of(eqn)
         if inner is not None and self._is_telling(inner, inputs):
+            inner = _only_iteration(eqn) if name in SCANS else inner
             consts = [self.constant(c) for c in getattr(inner, "consts", ())]
             self._callers.append(eqn)
             outputs = self.walk(getattr(inner, "jaxpr", inner), consts, inputs)
@@ -711,13 +712,13 @@ def _uses(jaxpr: Any) -> collections.Counter[Any]:
 
 
 def _body_of(eqn: Any) -> Any:
-    """What a call or a scan of length 1 runs, or an operation on integers that jax has a program for.
+    """The body of a call or of a scan of length 1, or the program that jax has for an operation on integers.
 
     None for other equations, whose boundaries are kept.
     """
     name = eqn.primitive.name
     if name in SCANS and eqn.params["length"] == 1 and not eqn.effects:
-        return _only_iteration(eqn)
+        return eqn.params["jaxpr"]
     if name == COMPOSITE and all(is_integer(array_type(v.aval)[1]) for v in eqn.outvars):
         return expansion(eqn)
     return eqn.params[INLINED[name]] if name in INLINED and not is_search(eqn) else None

@@ -149,11 +149,13 @@ def follow(graph: Graph, step: Step, is_dropless: Callable[[Any], bool]) -> list
 
 def _follow_told(graph: Graph, step: Step) -> None:
     """Passes on what tells something of each assignment: a value for each of them, not a row, nor a count of them."""
-    told = frozenset().union(*(w.told for w in step.inputs), _compared(graph, step))
-    size = max((math.prod(w.shape) for w in step.inputs if w.told), default=math.inf)
-    reduces = step.name in _REDUCING | _ANY
-    if step.name not in _MASKING | _PASSING and not reduces and not _compared(graph, step):
+    compared, reduces = _compared(graph, step), step.name in _REDUCING | _ANY
+    if step.name not in _MASKING | _PASSING and not reduces and not compared:
         return
+    told = compared.union(*(w.told for w in step.inputs))
+    if not told:
+        return
+    size = max((math.prod(w.shape) for w in step.inputs if w.told), default=math.inf)
     for wire in step.outputs:
         if math.prod(wire.shape) <= size:
             wire.told |= told - {t for t in told if reduces and _reduced(step) > t[1]}
@@ -161,8 +163,12 @@ def _follow_told(graph: Graph, step: Step) -> None:
 
 def _reduced(step: Step) -> int:
     """How many cells a reduction makes one of."""
-    axes = step.eqn.params.get("axes", (step.eqn.params.get("axis"),))
-    return math.prod(step.inputs[0].shape[i] for i in axes)
+    return math.prod(step.inputs[0].shape[i] for i in _reduced_axes(step.eqn.params))
+
+
+def _reduced_axes(params: dict[str, Any]) -> Sequence[int]:
+    """The axes of a reduction, or the one of a cumulative sum."""
+    return params.get("axes", (params.get("axis"),))
 
 
 def _told_counted(step: Step) -> frozenset[IndexKey]:
@@ -234,7 +240,7 @@ def _counted(graph: Graph, value: Value, params: dict[str, Any]) -> frozenset[In
     """The indices of which a reduction adds up tokens: what is reduced for each token by itself counts no rows."""
     counted: set[IndexKey] = set()
     for piece in value.pieces:
-        left = [a for i, a in enumerate(piece.axes) if i not in params.get("axes", (params.get("axis"),))]
+        left = [a for i, a in enumerate(piece.axes) if i not in _reduced_axes(params)]
         pinned = {v for a in left for v in parts_of(a) if isinstance(v, Var)}
         for place in [p for a in piece.axes for p in parts_of(a) if isinstance(p, Idx)]:
             fact = distinct_of(graph, place.factor)

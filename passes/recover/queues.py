@@ -125,14 +125,23 @@ def _names_in_count(graph: Graph, count: Factor, reader: RankFact, rank: Rank) -
         return None
     if len(reader.batch) != len(rank.batch):
         return None
-    names: dict[Var, Term] = {}
+    groups: dict[Var, Term] = {}
     for mine, group in zip(rank.batch, reader.batch, strict=True):
         theirs = next((t for t, a in plain if same_term(graph, a, group)), None)
         if theirs is not None:
+            groups[mine] = theirs
+    return names_in_count(rank, node, index, groups)
+
+
+def names_in_count(rank: Rank, node: Ein, index: Idx, groups: Substitution) -> Substitution | None:
+    """The variables of a rank by those of a count at `index`, whose `groups` are known.
+
+    None unless it counts, there, every assignment of the rank's index once, guards aside.
+    """
+    names = dict(groups)
+    for mine, theirs in zip(rank.index.args, index.args, strict=True):
+        if isinstance(mine, Var) and mine not in rank.batch:
             names[mine] = theirs
-    for mine_, theirs_ in zip(rank.index.args, index.args, strict=True):
-        if isinstance(mine_, Var) and mine_ not in rank.batch:
-            names[mine_] = theirs_
     inside = [names.get(v) for v in (*rank.order, *rank.many)]
     used = {*vars_of([rank.index]), *factor_vars(rank.guards)}
     is_whole = len(inside) == len(node.binders) and set(inside) == set(node.binders)

@@ -17,7 +17,7 @@ from typing import Any
 
 from moe_xla.passes.recover.nodes import is_floating, is_integer
 from moe_xla.passes.roll.graph import Graph, Op, Value, holds, is_random, tested_by
-from moe_xla.passes.roll.guards import is_guard
+from moe_xla.passes.roll.guards import is_guard, spread_from
 
 _ROUNDS = 12
 _DEPTH = 3  # of the uses by which arrays of a list are told apart
@@ -136,8 +136,8 @@ class Places:
         if len({p.entry for p in found}) > 1:
             return
         entry = found[0].entry
-        numbered = {v for v in op.inputs if op.name == "concatenate" and repeated_number(v) == entry}
-        pairs = [(v, p) for v, p in zip(op.inputs, places, strict=True)]
+        numbered = {v for v in op.inputs if op.name == "concatenate" and _repeated_number(v) == entry}
+        pairs = list(zip(op.inputs, places, strict=True))
         if any(p is None and v not in numbered and _is_used_once(v) for v, p in pairs):
             return
         key = (op.key, *(None if v in numbered else _key(v, p) for v, p in pairs))
@@ -345,12 +345,11 @@ def _is_smaller_input(value: Value, size: int) -> bool:
     return value.op is None and value.held is None and value.aval.size < size
 
 
-def repeated_number(value: Value) -> int | None:
+def _repeated_number(value: Value) -> int | None:
     """The integer literal that an array holds everywhere, as a column of an index array does."""
-    while value.op is not None and value.op.name in ("broadcast_in_dim", "convert_element_type"):
-        value = value.op.inputs[0]
-    is_number = value.literal is not None and is_integer(value.aval.dtype) and not value.aval.shape
-    return int(value.literal) if is_number else None
+    source = spread_from(value)
+    is_number = source.literal is not None and is_integer(source.aval.dtype) and not source.aval.shape
+    return int(source.literal) if is_number else None
 
 
 def _repeated(pairs: Iterable[tuple[int, int]]) -> set[int]:

@@ -154,10 +154,15 @@ def _is_constant_along(mask: Any, axes: set[int]) -> bool:
 
 def is_zero(value: Any) -> bool:
     """Whether a value is zero everywhere, as written."""
-    op = value.op
-    if op is not None:
-        return op.name in ("broadcast_in_dim", "convert_element_type", "stop_gradient") and is_zero(op.inputs[0])
-    return value.literal is not None and bool(value.literal == 0)
+    number = spread_from(value).literal
+    return number is not None and bool(number == 0)
+
+
+def spread_from(value: Any) -> Any:
+    """What an array is laid out and converted from, where each of its elements is an element of that."""
+    while value.op is not None and value.op.name in ("broadcast_in_dim", "convert_element_type", "stop_gradient"):
+        value = value.op.inputs[0]
+    return value
 
 
 def _traced(eqn: Any, function: Callable[..., Any], inputs: tuple[Any, ...]) -> Moved | None:

@@ -28,6 +28,14 @@ def _listed(mask, capacity, fill=TOKENS):
     return jnp.nonzero(mask, size=capacity, fill_value=fill)[0]
 
 
+def _add_filled(params, x, y, e, mask, gate, capacity):
+    """`y` with what expert e makes of its list; rows out of the list are zero, and are dropped."""
+    tokens = _listed(mask.any(-1), capacity, len(x))
+    rows = _expert(params, e, x.at[tokens].get(mode="fill", fill_value=0))
+    weight = _weight(mask, gate).at[tokens].get(mode="fill", fill_value=0)
+    return y.at[tokens].add(rows * weight[:, None], mode="drop")
+
+
 def _experts(params, rows):
     return jnp.einsum(
         "ecf,efd->ecd",
@@ -36,8 +44,8 @@ def _experts(params, rows):
     )
 
 
-def _lists(name, exercises, *, choices=2, pattern="expert_loop", grouped=False):
-    dense = dense_of(lambda params, x, k: composed.softmax_normalised(params, x, k), _experts, choices)
+def _lists(name, exercises, *, choices=2, pattern="expert_loop", grouped=False, padded=False):
+    dense = None if padded else dense_of(composed.softmax_normalised, _experts, choices)
     return form(f"list_{name}", exercises, choices=choices, pattern=pattern, grouped=grouped, dense=dense)
 
 
@@ -46,10 +54,7 @@ def list_filled(params, x, capacity):
     gate, index = _route(params, x)
     y = jnp.zeros_like(x)
     for e in range(EXPERTS):
-        mask = index == e
-        tokens = _listed(mask.any(-1), capacity)
-        rows = _expert(params, e, x.at[tokens].get(mode="fill", fill_value=0))
-        y = y.at[tokens].add(rows * _weight(mask, gate).at[tokens].get(mode="fill", fill_value=0)[:, None], mode="drop")
+        y = _add_filled(params, x, y, e, index == e, gate, capacity)
     return y, {}
 
 
@@ -131,16 +136,13 @@ def list_one_choice(params, x, capacity):
     return y, {}
 
 
-@_lists("padded", "padding tokens are in no list")
+@_lists("padded", "padding tokens are in no list", padded=True)
 def list_padded(params, x, capacity):
     gate, index = _route(params, x)
-    valid = x[:, 0] > -10
+    valid = x[:, 0] > -0.5
     y = jnp.zeros_like(x)
     for e in range(EXPERTS):
-        mask = (index == e) & valid[:, None]
-        tokens = _listed(mask.any(-1), capacity)
-        rows = _expert(params, e, x.at[tokens].get(mode="fill", fill_value=0))
-        y = y.at[tokens].add(rows * _weight(mask, gate).at[tokens].get(mode="fill", fill_value=0)[:, None], mode="drop")
+        y = _add_filled(params, x, y, e, (index == e) & valid[:, None], gate, capacity)
     return y, {}
 
 
@@ -150,11 +152,7 @@ def list_groups(params, x, capacity):
         gate, index = _route(params, x)
 
         def run(e):
-            mask = index == e
-            tokens = _listed(mask.any(-1), capacity, len(x))
-            rows = _expert(params, e, x.at[tokens].get(mode="fill", fill_value=0))
-            weight = _weight(mask, gate).at[tokens].get(mode="fill", fill_value=0)
-            return jnp.zeros_like(x).at[tokens].add(rows * weight[:, None], mode="drop")
+            return _add_filled(params, x, jnp.zeros_like(x), e, index == e, gate, capacity)
 
         return jax.vmap(run)(jnp.arange(EXPERTS)).sum(0)
 

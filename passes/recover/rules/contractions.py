@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.extend.core.primitives as prims
 import numpy as np
@@ -12,15 +12,7 @@ from jax import numpy as jnp
 
 from moe_xla.passes.recover.nodes import is_boolean, is_floating
 from moe_xla.passes.recover.rules.table import Context, rule
-from moe_xla.passes.recover.terms import (
-    Factor,
-    Idx,
-    Var,
-    fresh_axis,
-    has_idx,
-    term_vars,
-    vars_of,
-)
+from moe_xla.passes.recover.terms import Factor, Idx, Var, fresh_axis, has_idx, term_vars, vars_of
 from moe_xla.passes.recover.values import (
     Contradiction,
     NoRule,
@@ -46,6 +38,17 @@ from moe_xla.passes.recover.values import (
 )
 
 AxisPairs = Sequence[tuple[int, int]]  # axes of two values that are one
+
+
+class Contraction(NamedTuple):
+    """What a product of two values is: which of their axes are one, which are the result's, and its shape and dtype."""
+
+    joined: AxisPairs
+    out: Sequence[tuple[str, int]]
+    shape: Sequence[int]
+    dtype: Any
+
+
 # Masks of 11 choices that a program adds up one by one have 121 products in the gradient of their weights; what needs
 # more would take minutes to work out.
 _MOST_PRODUCTS = 128
@@ -59,19 +62,13 @@ def multiplied(context: Context, left: Value, right: Value, shape: Sequence[int]
             scaled = cast(context.graph, other, dtype)
             return scaled.map_pieces(shape, lambda p, scale=scale: p.replace(coef=p.coef * scale.item()))  # type: ignore[misc]
     axes = range(len(shape))
-    return product(context, left, right, [(i, i) for i in axes], [("left", i) for i in axes], shape, dtype)
+    cellwise = Contraction([(i, i) for i in axes], [("left", i) for i in axes], shape, dtype)
+    return product(context, left, right, cellwise)
 
 
-def product(
-    context: Context,
-    left: Value,
-    right: Value,
-    joined: AxisPairs,
-    out: Sequence[tuple[str, int]],
-    shape: Sequence[int],
-    dtype: Any,
-) -> Value:
+def product(context: Context, left: Value, right: Value, contraction: Contraction) -> Value:
     """Σ over joined axes that are not in `out` of left · right; both without background."""
+    joined, out, shape, dtype = contraction
     if len(left.pieces) * len(right.pieces) > _MOST_PRODUCTS:
         raise NoRule(f"a product of sums of {len(left.pieces)} and {len(right.pieces)} terms")
     left, right = cast(context.graph, left, dtype), cast(context.graph, right, dtype)
@@ -89,17 +86,15 @@ def product(
         for q in right.pieces:
             if any(not has_idx(p.axes[a]) and not has_idx(q.axes[b]) for a, b in endless):
                 raise NoRule("a sum over all cells of a slot axis without bound")
-            piece = _product_piece(context, p, q.renamed(), joined, out, dtype)
+            piece = _product_piece(context, p, q.renamed(), contraction)
             if piece is not None:
                 dense = not any(has_idx(a) for a in p.axes + q.axes) and not p.equalities and not q.equalities
                 pieces.append(contracted(context.graph, piece, dtype, allow_outer=dense))
     return normalised(context.graph, Value(tuple(shape), dtype, cancelled(pieces)))
 
 
-def _product_piece(
-    context: Context, p: Piece, q: Piece, joined: AxisPairs, out: Sequence[tuple[str, int]], dtype: Any
-) -> Piece | None:
-    graph = context.graph
+def _product_piece(context: Context, p: Piece, q: Piece, contraction: Contraction) -> Piece | None:
+    graph, (joined, out, _, dtype) = context.graph, contraction
     every = range(len(p.axes))
     if list(joined) == [(i, i) for i in every] and list(out) == [("left", i) for i in every]:
         moved = at_places_of(graph, p, q)
@@ -131,6 +126,7 @@ def _factors(p: Piece, q: Piece, dtype: Any) -> tuple[Factor, ...]:
 
 
 def existence(context: Context, term: Any) -> list[Factor]:
+    """The conditions under which a place is on its axis, none on a slot axis without bound."""
     return [] if context.is_unbounded(term) else in_range(context.graph, term)
 
 

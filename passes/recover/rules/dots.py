@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_xla.passes.recover.nodes import Graph
-from moe_xla.passes.recover.rules.contractions import AxisPairs, product
+from moe_xla.passes.recover.rules.contractions import AxisPairs, Contraction, product
 from moe_xla.passes.recover.rules.table import Context, rule
 from moe_xla.passes.recover.terms import UNIT, Var, has_idx, parts_of, substitute_factor, vars_of
 from moe_xla.passes.recover.values import (
@@ -34,21 +34,14 @@ def dot_general(context: Context, eqn: Any, left: Value, right: Value) -> Value:
     free_r = [i for i in range(len(right.shape)) if i not in (*contract_r, *batch_r)]
     joined = [*zip(batch_l, batch_r, strict=True), *zip(contract_l, contract_r, strict=True)]
     out = [("left", i) for i in (*batch_l, *free_l)] + [("right", i) for i in free_r]
-    return contract(context, left, right, joined, out, eqn.outvars[0].aval.shape, dtype)
+    return contract(context, left, right, Contraction(joined, out, eqn.outvars[0].aval.shape, dtype))
 
 
-def contract(
-    context: Context,
-    left: Value,
-    right: Value,
-    joined: AxisPairs,
-    out: Sequence[tuple[str, int]],
-    shape: Sequence[int],
-    dtype: Any,
-) -> Value:
+def contract(context: Context, left: Value, right: Value, contraction: Contraction) -> Value:
     """Σ over joined axes that are not in `out` of left · right."""
+    joined, out = contraction.joined, contraction.out
     if left.background is None and right.background is None:
-        return product(context, left, right, joined, out, shape, dtype)
+        return product(context, left, right, contraction)
     ways = [_dot_covered]
     contract_l = [a for a, _ in joined if ("left", a) not in out]
     contract_r = [b for a, b in joined if ("left", a) not in out and ("right", b) not in out]
@@ -59,11 +52,11 @@ def contract(
         ways = [_dot_of_cells]
     for way in ways:
         try:
-            return way(context, left, right, joined, out, shape, dtype)
+            return way(context, left, right, contraction)
         except NoRule:
             continue
     sums = additive(context.graph, left), additive(context.graph, right)
-    return product(context, *sums, joined, out, shape, dtype)
+    return product(context, *sums, contraction)
 
 
 def _is_cellwise(graph: Graph, value: Value, contracted_axes: Sequence[int]) -> bool:
@@ -79,13 +72,12 @@ def _covers(piece: Piece, axes: Sequence[int]) -> bool:
     return len(set(parts)) == len(parts) and all(isinstance(p, Var) and p not in elsewhere for p in parts)
 
 
-def _dot_with_background(context: Context, left: Value, right: Value, *spec: Any) -> Value:
-    dtype = spec[-1]
+def _dot_with_background(context: Context, left: Value, right: Value, contraction: Contraction) -> Value:
     structured, first = (left, True) if left.background is not None else (right, False)
     other = right if first else left
 
     def dot(value: Value) -> Value:
-        return product(context, value, other, *spec) if first else product(context, other, value, *spec)
+        return product(context, *((value, other) if first else (other, value)), contraction)
 
     rows = dot(Value(structured.shape, structured.dtype, structured.pieces))
     if any(p.hidden for p in rows.pieces):
@@ -95,12 +87,12 @@ def _dot_with_background(context: Context, left: Value, right: Value, *spec: Any
     if not background.is_plain:
         raise NoRule("a background that does not stay an array")
     zero = literal_of(background) is not None and literal_of(background) == 0
-    return Value(rows.shape, dtype, rows.pieces, None if zero else background)
+    return Value(rows.shape, contraction.dtype, rows.pieces, None if zero else background)
 
 
-def _dot_of_cells(context: Context, left: Value, right: Value, *spec: Any) -> Value:
+def _dot_of_cells(context: Context, left: Value, right: Value, contraction: Contraction) -> Value:
     """Cells with cells and background with background, where the pieces of both stand at the same batch places."""
-    joined, out, shape, dtype = spec
+    joined, out, shape, dtype = contraction
     batch = [(a, b) for a, b in joined if ("left", a) in out]
     sides = (left, [a for a, _ in batch]), (right, [b for _, b in batch])
     for value, axes in sides:
@@ -110,9 +102,9 @@ def _dot_of_cells(context: Context, left: Value, right: Value, *spec: Any) -> Va
     pieces: list[Piece] = []
     for p, q in _same_cells(context.graph, *sides[0], *sides[1]):
         one, other = Value(left.shape, left.dtype, (p,)), Value(right.shape, right.dtype, (q,))
-        pieces += product(context, one, other, *spec).pieces
+        pieces += product(context, one, other, contraction).pieces
     assert left.background is not None and right.background is not None
-    background = product(context, left.background, right.background, *spec)
+    background = product(context, left.background, right.background, contraction)
     if not background.is_plain or any(p.hidden or p.equalities for p in pieces):
         raise NoRule("a background that does not stay an array")
     return Value(tuple(shape), dtype, tuple(pieces), background)
@@ -141,10 +133,9 @@ def _are_at_same_places(graph: Graph, p: Piece, p_axes: Sequence[int], q: Piece,
     return moved is not None and set(moved.guards) == set(one.guards)
 
 
-def _dot_covered(context: Context, left: Value, right: Value, *spec: Any) -> Value:
+def _dot_covered(context: Context, left: Value, right: Value, contraction: Contraction) -> Value:
     """A contraction over cells of a value with a background: only the cells that the other operand hits are read."""
-    joined: AxisPairs = spec[0]
-    shape, dtype = spec[-2], spec[-1]
+    joined, _, shape, dtype = contraction
     if (left.background is None) == (right.background is None):
         raise NoRule("two operands with a background")
     backed_left = left.background is not None
@@ -155,7 +146,7 @@ def _dot_covered(context: Context, left: Value, right: Value, *spec: Any) -> Val
         source = _covering(context, backed, q, pairs)
         lone = Value(sparse.shape, sparse.dtype, (q,))
         operands = (source, lone) if backed_left else (lone, source)
-        pieces += product(context, *operands, *spec).pieces
+        pieces += product(context, *operands, contraction).pieces
     return normalised(context.graph, Value(tuple(shape), dtype, tuple(pieces)))
 
 

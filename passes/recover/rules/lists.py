@@ -11,9 +11,10 @@ from collections.abc import Iterable
 
 import jax.extend.core.primitives as prims
 
-from moe_xla.passes.recover.facts import assignments_of, is_count, rank_of
+from moe_xla.passes.recover.facts import AT_LEAST, BELOW, assignments_of, is_count, rank_of
 from moe_xla.passes.recover.nodes import Ein, Graph, Iota, Rank, is_map, operands_at, represents_exactly
-from moe_xla.passes.recover.terms import Factor, Idx, Term, Var, flatten, fresh, substitute, substitute_factor
+from moe_xla.passes.recover.queues import names_in_count
+from moe_xla.passes.recover.terms import Factor, Idx, Substitution, Term, Var, flatten, fresh, substitute_factor
 from moe_xla.passes.recover.values import Piece, Value, has_unique_cells, of_literal, unconverted
 
 
@@ -59,27 +60,22 @@ def _entry(graph: Graph, rank: Rank, size: int) -> tuple[tuple[Idx, Idx, tuple[F
     return (expert, Idx(position.node, position.args, size), whole.guards), names
 
 
-_BELOW = {"lt": (0, 1), "gt": (1, 0)}
-_NOT_BELOW = {"ge": (0, 1), "le": (1, 0)}
-
-
 def used_entries(graph: Graph, value: Value) -> tuple[Value, bool] | None:
     """(mask of the used entries, whether `value` is that mask or its opposite) for `arange(n) < count`, or None."""
-    if not value.is_plain or not is_map(value.factor, *_BELOW, *_NOT_BELOW):
+    if not value.is_plain or not is_map(value.factor, *BELOW, *AT_LEAST):
         return None
     name: str = value.factor.node.name  # type: ignore[attr-defined]
-    below, at = name in _BELOW, (_BELOW | _NOT_BELOW)[name]
     compared = operands_at(value.factor)
-    place, count = (unconverted(compared[i]) for i in at)
+    place, count = (unconverted(compared[i]) for i in (BELOW | AT_LEAST)[name])
     if not isinstance(place.node, Iota) or not isinstance(count.node, Ein) or not is_count(count.node):
         return None
     axes, read = value.pieces[0].axes, (*place.args, *count.args)
     if not all(isinstance(a, Var) and a in axes for a in read) or len(set(read)) != len(read):
         return None
-    rank = next((r for r in graph.queues if _counted_as(r, count.node) is not None), None)
-    if rank is None or not _are_exact(compared, max(place.args[0].size, assignments_of(rank))):
+    found = next(((r, n) for r in graph.queues if (n := _counted_as(r, count.node)) is not None), None)
+    if found is None or not _are_exact(compared, max(place.args[0].size, assignments_of(found[0]))):
         return None
-    return _mask_of_entries(graph, rank, value, place, count), below
+    return _mask_of_entries(graph, *found, value, place, count), name in BELOW
 
 
 def _are_exact(factors: Iterable[Factor], most: int) -> bool:
@@ -92,28 +88,26 @@ def _are_exact(factors: Iterable[Factor], most: int) -> bool:
     return True
 
 
-def _counted_as(rank: Rank, count: Ein) -> dict[Var, Term] | None:
+def _counted_as(rank: Rank, count: Ein) -> Substitution | None:
     """The variables of a queue by those of a count of exactly what it queues, group by group; None of another count."""
     counted = [t for t in count.out if isinstance(t, Idx)]
     if len(counted) != 1 or counted[0].node is not rank.index.node:
         return None
-    pairs = list(zip(rank.index.args, counted[0].args, strict=True))
-    names: dict[Var, Term] = {mine: theirs for mine, theirs in pairs if isinstance(mine, Var)}
-    summed, groups = (rank.order + rank.many), [t for t in count.out if t is not counted[0]]
-    if any(names.get(v) is None for v in (*summed, *rank.batch)) or len(set(names.values())) != len(names):
+    (index,) = counted
+    pairs = zip(rank.index.args, index.args, strict=True)
+    groups = {mine: theirs for mine, theirs in pairs if isinstance(mine, Var) and mine in rank.batch}
+    names = names_in_count(rank, count, index, groups)
+    if names is None or len(set(groups.values())) != len(rank.batch) or {*groups.values(), index} != set(count.out):
         return None
-    whole = {names[v] for v in summed} == set(count.binders) and {names[v] for v in rank.batch} == set(groups)
-    same_index = substitute(rank.index, names) == counted[0]
-    same_guards = {substitute_factor(g, names) for g in rank.guards} == set(count.guards)
-    return names if whole and same_index and same_guards else None
+    return names if {substitute_factor(g, names) for g in rank.guards} == set(count.guards) else None
 
 
-def _mask_of_entries(graph: Graph, rank: Rank, value: Value, place: Factor, count: Factor) -> Value:
-    """Ones at the entries of a queue, in a mask that reads `place` and `count` at its axes."""
+def _mask_of_entries(
+    graph: Graph, rank: Rank, counted: Substitution, value: Value, place: Factor, count: Factor
+) -> Value:
+    """Ones at the entries of a queue, `counted` by a count, in a mask that reads `place` and `count` at its axes."""
     (expert, position, guards), names = _entry(graph, rank, place.args[0].size)
     assert isinstance(count.node, Ein)
-    counted = _counted_as(rank, count.node)
-    assert counted is not None
     own = {theirs: names[mine] for mine, theirs in counted.items()}
     meant: dict[Term, Term] = {place.args[0]: position}
     for term, arg in zip(count.node.out, count.args, strict=True):

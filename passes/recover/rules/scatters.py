@@ -21,7 +21,7 @@ from moe_xla.passes.recover.nodes import (
     literal,
     operands_at,
 )
-from moe_xla.passes.recover.rules.contractions import existence
+from moe_xla.passes.recover.rules.contractions import Contraction, existence
 from moe_xla.passes.recover.rules.dots import contract
 from moe_xla.passes.recover.rules.indices import (
     aligned,
@@ -86,8 +86,9 @@ def _only_pieces_land(graph: Graph, eqn: Any, shape: Sequence[int], columns: Seq
         return updates.background is None
     if adds and updates.background is None:
         return True
-    numbered = zip(numbers.scatter_dims_to_operand_dims, columns, strict=True)
-    lost = any(n is not None and not 0 <= n < shape[d] for d, c in numbered for n in [elsewhere(c)])
+    sizes = [shape[d] for d in numbers.scatter_dims_to_operand_dims]
+    places = zip(map(elsewhere, columns), sizes, strict=True)
+    lost = any(place is not None and not 0 <= place < size for place, size in places)
     cells = [i for i in range(len(updates.shape)) if i not in numbers.update_window_dims]
     drops = eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP
     return lost and drops and fill_all(graph, updates, columns, cells)
@@ -300,7 +301,7 @@ def _taken(
     ]
     out = [a for a in axes if a[0] == "right" or a[1] not in indexed]
     shape = [n for n, a in zip(aval.shape, axes, strict=True) if a in out]
-    result = contract(context, operand, ones, joined, out, shape, dtype)
+    result = contract(context, operand, ones, Contraction(joined, out, shape, dtype))
     return result.map_pieces(aval.shape, lambda p: _with_units(p, [a in out for a in axes]))
 
 
