@@ -396,6 +396,20 @@ def _bound_or_literal(graph: Graph, factor: Factor) -> int | None:
     return bound_of(graph, factor)
 
 
+def is_outside(graph: Graph, factor: Factor, size: int) -> bool:
+    """Whether a number is provably no place on an axis of length `size`."""
+    form = linear_form(graph, factor)
+    low = high = form.constant
+    for atom, coefficient in form.atoms:
+        bound = bound_of(graph, atom) if is_integer(atom.node.dtype) else None
+        if bound is None:
+            return False
+        low, high = low + min(coefficient * (bound - 1), 0), high + max(coefficient * (bound - 1), 0)
+    largest = max(abs(low), abs(high))
+    exact = not form.atoms or represents_exactly(factor.node.dtype, math.ceil(largest))
+    return exact and (high < 0 or low >= size)
+
+
 def conjuncts(guard: Factor) -> list[Factor]:
     """The conditions that a condition is made of by `and`."""
     if is_map(guard, "and") and is_boolean(guard.node.dtype):

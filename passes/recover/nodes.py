@@ -284,6 +284,30 @@ def _is_positive(factor: Factor, or_zero: bool = False) -> bool:
     return False
 
 
+def _has_no_minus_zero(factor: Factor) -> bool:
+    """Whether adding zero leaves every bit of a number as it is."""
+    return is_integer(factor.node.dtype) or (
+        is_map(factor, "convert_element_type") and is_integer(operands_at(factor)[0].node.dtype)
+    )
+
+
+def _is_whole(factor: Factor) -> bool:
+    """Whether an array holds whole numbers, perhaps as floats: indices and what arithmetic makes of them."""
+    value = literal(factor)
+    if is_integer(factor.node.dtype) or not is_floating(factor.node.dtype):
+        return is_integer(factor.node.dtype)
+    if value is not None:
+        return bool(np.isfinite(value) and value == np.floor(value))
+    if not isinstance(factor.node, Map):
+        return False
+    ops = operands_at(factor)
+    if factor.node.name == "convert_element_type":
+        return is_integer(ops[0].node.dtype) or is_boolean(ops[0].node.dtype)
+    if factor.node.name == "select_n":
+        return all(_is_whole(op) for op in ops[1:])
+    return factor.node.name in ("add", "sub", "mul", "neg") and all(_is_whole(op) for op in ops)
+
+
 def is_map(factor: Factor, *names: str) -> bool:
     return isinstance(factor.node, Map) and factor.node.name in names
 
@@ -521,7 +545,8 @@ class Graph:
             return masked
         if name == "div" and values[0] is not None and values[0] == 0 and _is_positive(ops[1]):
             return ops[0]
-        if name in ("add", "add_any", "sub") and values[1] is not None and values[1] == 0 and is_integer(dtype):
+        adds_zero = name in ("add", "add_any", "sub") and values[1] is not None and values[1] == 0
+        if adds_zero and _has_no_minus_zero(ops[0]):
             return ops[0]
         if name in ("div", "rem") and is_integer(dtype) and values[1] is not None and values[1] > 0:
             return self._fold_division(name, ops[0], int(values[1]), dtype)
@@ -570,13 +595,19 @@ class Graph:
         if prim.name == "select_n":
             if values[0] is not None:
                 return ops[1 + int(values[0])]
-            return ops[1] if all(op == ops[1] for op in ops[2:]) else None
+            if all(op == ops[1] for op in ops[2:]):
+                return ops[1]
+            return self._fold_truth(ops, values, dtype)
         # Arithmetic with literals moves into a selection of a literal: `where(keep, p, 0) - 1` then shows both cases.
         compares = prim.name in _TESTS and is_boolean(dtype)
         if not compares and (prim.name not in _EXACT_LINEAR or not (is_integer(dtype) or is_floating(dtype))):
             return None
         chosen = [i for i, v in enumerate(values) if v is None]
-        if len(chosen) != 1 or not is_map(ops[chosen[0]], "select_n") or len(operands_at(ops[chosen[0]])) != 3:
+        if len(chosen) != 1:
+            return None if compares else self._fold_selections(prim, params, ops, dtype)
+        if not compares and (negated := self._fold_not(prim, params, ops, dtype)) is not None:
+            return negated
+        if not is_map(ops[chosen[0]], "select_n") or len(operands_at(ops[chosen[0]])) != 3:
             return None
         condition, *cases = operands_at(ops[chosen[0]])
         if not is_boolean(condition.node.dtype) or all(literal(c) is None for c in cases):
@@ -592,6 +623,62 @@ class Graph:
                 if literal(result) is not None and not literal(result):
                     return self.logical_and([held, other])
         return self.map(prims.select_n_p, {}, [condition, *results], dtype)
+
+    def _selection(self, factor: Factor) -> tuple[Factor, list[Factor]] | None:
+        """(condition, [if false, if true]) of a selection, also of what literals make of a truth value as a number."""
+        if not isinstance(factor.node, Map):
+            return None
+        node, ops = factor.node, operands_at(factor)
+        if node.name == "select_n" and len(ops) == 3:
+            return (ops[0], ops[1:]) if is_boolean(ops[0].node.dtype) else None
+        if node.name == "convert_element_type" and is_boolean(ops[0].node.dtype):
+            return ops[0], [self.lit(truth, node.dtype) for truth in (False, True)]
+        chosen = [i for i, op in enumerate(ops) if literal(op) is None]
+        inner = self._selection(ops[chosen[0]]) if node.name in _EXACT_LINEAR and len(chosen) == 1 else None
+        if inner is None or any(literal(c) is None for c in inner[1]):
+            return None
+        condition, cases = inner
+        given = [[c if i == chosen[0] else op for i, op in enumerate(ops)] for c in cases]
+        return condition, [self.map(node.prim, node.params, case, node.dtype) for case in given]
+
+    def _fold_not(self, prim: Any, params: dict[str, Any], ops: tuple[Factor, ...], dtype: Any) -> Factor | None:
+        """A truth value as a number, converted again or taken from one, is a truth value as a number."""
+        if is_boolean(dtype) or not any(is_map(op, "convert_element_type") for op in ops):
+            return None
+        chosen = next(i for i, op in enumerate(ops) if is_map(op, "convert_element_type"))
+        (condition,) = operands_at(ops[chosen])
+        if not is_boolean(condition.node.dtype):
+            return None
+        truths = [self.lit(truth, ops[chosen].node.dtype) for truth in (False, True)]
+        cases = [self.map(prim, params, [t if i == chosen else op for i, op in enumerate(ops)], dtype) for t in truths]
+        values = [literal(case) for case in cases]
+        return self._fold_truth((condition, *cases), [None, *values], dtype)
+
+    def _fold_truth(self, ops: tuple[Factor, ...], values: list[Any], dtype: Any) -> Factor | None:
+        """A selection of 0 or 1 is its condition, as a number."""
+        if len(ops) != 3 or not is_boolean(ops[0].node.dtype) or any(v is None for v in values[1:]):
+            return None
+        if not (is_integer(dtype) or is_floating(dtype) or is_boolean(dtype)):
+            return None
+        truths = [np.asarray(truth).astype(dtype).tobytes() for truth in (False, True)]
+        cases = [v.tobytes() for v in values[1:]]
+        if cases == truths:
+            return self.convert(ops[0], dtype)
+        return self.convert(self.logical_not(ops[0]), dtype) if cases == truths[::-1] else None
+
+    def _fold_selections(self, prim: Any, params: dict[str, Any], ops: tuple[Factor, ...], dtype: Any) -> Factor | None:
+        """Whole numbers: arithmetic moves into a selection of literals, and into selections by one condition, so that
+        an index which a mask makes negative shows both cases."""
+        if prim.name not in ("add", "sub", "mul") or not all(_is_whole(op) for op in ops):
+            return None
+        selections = [self._selection(op) for op in ops]
+        known = [s for s in selections if s is not None]
+        same = len(known) == 2 and known[0][0] == known[1][0]
+        if not same and not (len(known) == 1 and all(literal(c) is not None for c in known[0][1])):
+            return None
+        cases = [[op, op] if s is None else s[1] for op, s in zip(ops, selections, strict=True)]
+        results = [self.map(prim, params, list(pair), dtype) for pair in zip(*cases, strict=True)]
+        return self.map(prims.select_n_p, {}, [known[0][0], *results], dtype)
 
     def _fold_compare(self, name: str, ops: tuple[Factor, ...], values: list[Any]) -> Factor | None:
         if self._compare_hook is None or name not in _COMPARISONS or len(ops) != 2:

@@ -33,6 +33,7 @@ from moe_xla.passes.recover.facts import (
     distinct_of,
     holds,
     is_nonnegative,
+    is_outside,
     linear_form,
     lower_bound,
     rank_of,
@@ -712,8 +713,7 @@ def peeled(graph: Graph, index: Factor, size: int) -> tuple[Factor, list[Factor]
                 (if_false, if_true, condition),
                 (if_true, if_false, graph.logical_not(condition)),
             ):
-                value = literal(dead)
-                if value is not None and not 0 <= value < size:
+                if is_outside(graph, dead, size):
                     inner, guards = peeled(graph, live, size)
                     return inner, [guard, *guards]
     return index, []

@@ -274,6 +274,12 @@ def _shuffled(index):
     return _queue(index[::-1])
 
 
+def _twice_in_order(index):
+    """Ranks in an order of priority, brought back by the order itself and not by its inverse."""
+    order = jnp.argsort(jnp.sin(3.0 * jnp.arange(TOKENS) + index[:, 0]))
+    return (_queue(index[order]) * 1.0)[order].astype(jnp.int32)
+
+
 def _other_index(index):
     """Counted by one index, read at another."""
     queue = _hot(index.reshape(-1))
@@ -361,6 +367,7 @@ COLLISIONS = {
     "behind_largest": _slots(_behind(lambda p, m: jnp.stack([_kept(*pm) for pm in zip(p, m, strict=True)]).max(0))),
     "behind_second_by_neighbour": _slots(_behind(lambda p, m: _kept(p[0], m[0]) + _kept(p[-1] + 9, m[-1]))),
     "shuffled": _slots(_shuffled),
+    "twice_in_order": _slots(_twice_in_order),
     "other_index": _slots(_other_index),
     "over_experts": _slots(_over_experts),
     "first_choices_only": _slots(_inclusive_of_first),
@@ -817,6 +824,37 @@ def padding_mask(params, x, capacity):
     return jnp.einsum("tec,ecd->td", combine, composed.mlp(params, jnp.einsum("tec,td->ecd", dispatch, x))), {}
 
 
+def weighted_padding(weight_of):
+    """Numbers for paddings are multiplied into the one-hots that are counted and dispatched by."""
+
+    def layer(params, x, capacity):
+        gate, index, _ = composed.softmax_normalised(params, x, 2)
+        weight = weight_of(x, (jnp.arange(len(x)) % 5 == 0).astype(x.dtype))
+        queue = (_hot(index, x.dtype) * weight[:, None, None]).reshape(-1, EXPERTS)
+        position = jnp.sum((jnp.cumsum(queue, axis=0) - queue) * queue, axis=-1).reshape(index.shape)
+        slot = one_hot(position.astype(jnp.int32), capacity, dtype=x.dtype)
+        expert = queue.reshape(*index.shape, EXPERTS)
+        dispatch, combine = composed.build_masks(composed.Masks(), gate, expert, slot, position < capacity)
+        return jnp.einsum("tec,ecd->td", combine, composed.mlp(params, jnp.einsum("tec,td->ecd", dispatch, x))), {}
+
+    return layer
+
+
+def shifted_padding(index_of):
+    """Arithmetic takes the indices of padding tokens elsewhere, off the experts or not."""
+
+    def layer(params, x, capacity):
+        probs = jax.nn.softmax(x @ params["wg"])
+        index = index_of(lax.top_k(probs, 2)[1], (jnp.arange(len(x)) % 5 == 0).astype(x.dtype)[:, None])
+        hot = one_hot(index.T.reshape(-1), EXPERTS, dtype=jnp.int32)
+        position = (jnp.cumsum(hot, axis=0) * hot - 1).reshape(2, len(x), EXPERTS).max(0)
+        dispatch = one_hot(position, capacity, dtype=x.dtype)
+        out = composed.biased(params, jnp.einsum("tec,td->ecd", dispatch, x))
+        return jnp.einsum("tec,te,ecd->td", dispatch, probs, out), {}
+
+    return layer
+
+
 def random_second_choice(params, x, capacity):
     """The second choice is dispatched with a probability that grows with its gate."""
     gate, index, _ = composed.softmax_normalised(params, x, 2)
@@ -1047,6 +1085,17 @@ SCATTERED = {
 }
 EITHER = {
     "padding_mask": padding_mask,
+    "padding_kept": weighted_padding(lambda x, pad: 1.0 - pad),
+    "padding_negated": weighted_padding(lambda x, pad: 1.0 - 2 * pad),
+    "padding_halved": weighted_padding(lambda x, pad: 1.0 - 0.5 * pad),
+    "padding_doubled": weighted_padding(lambda x, pad: 1.0 + pad),
+    "padding_of_numbers": weighted_padding(lambda x, pad: jnp.round(jnp.abs(x[:, 0]))),
+    "padding_below_experts": shifted_padding(lambda index, pad: index - EXPERTS * pad),
+    "padding_above_experts": shifted_padding(lambda index, pad: index * (1 + pad) + EXPERTS * pad),
+    "padding_among_experts": shifted_padding(lambda index, pad: index - 2 * pad),
+    "padding_reflected": shifted_padding(lambda index, pad: index * (1 - 2 * pad)),
+    "padding_turned": shifted_padding(lambda index, pad: index * (1 - 2 * pad) + (EXPERTS - 1) * pad),
+    "padding_on_expert_two": shifted_padding(lambda index, pad: index * (1 - pad) + 2 * pad),
     "random_second_choice": random_second_choice,
     "prioritised": prioritised,
     "signed_positive": signed_gates(lambda combine: combine > 0, composed.biased, jnp.tanh),

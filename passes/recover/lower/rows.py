@@ -228,6 +228,8 @@ class RowEmitter(DefinitionEmitter):
         used = [v for v in points if v in factor_vars([factor])]
         if not used:
             return self.fetch(factor, rest)[None]
+        if len(used) < len(points) and any(v in factor_vars([factor]) for v in rest):
+            self.tokens.append((key_of(routing.index), math.prod(v.size for v in used)))
         data = jnp.asarray(self.fetch(factor, (*used, *rest)))
         table = lax.reshape(data, (math.prod(v.size for v in used), *data.shape[len(used) :]))
         return take_rows(table, self._row_index(routing, points, used))
@@ -249,6 +251,4 @@ class RowEmitter(DefinitionEmitter):
                     digit = lax.rem(digit, np.int32(v.size))
                 place = digit if place is None else place * np.int32(v.size) + digit
             self.rows[key] = place
-            if len(used) < len(points):
-                self.tokens.append((key_of(routing.index), math.prod(v.size for v in used)))
         return self.rows[key]

@@ -164,11 +164,12 @@ def gather(context: Context, eqn: Any, operand: Value, indices: Value) -> Value:
         read = _along_axis(context, eqn, operand, indices)
     except NoRule:
         read = None
-    if read is not None and (not operand.is_plain or not is_floating(operand.dtype)):
+    is_index = operand.is_plain and (not is_floating(operand.dtype) or depends_on_rank(graph, operand.factor.node))
+    if read is not None and (is_index or not operand.is_plain):
         return read
     if not operand.is_plain or not indices.is_plain:
         return _rows_at(context, eqn, operand, indices)
-    if not is_floating(operand.dtype) or depends_on_rank(graph, operand.factor.node):
+    if is_index:
         return _position_at(context, eqn, operand, indices)
     chosen = _rows_at(context, eqn, operand, indices)
     if not chosen.is_plain or not _is_work_of_experts(graph, chosen.factor):
