@@ -118,3 +118,29 @@ def priority_of_groups(params, x, capacity):
     out = jax.vmap(functools.partial(composed.biased, params))(buffer)
     rows = jax.vmap(lambda out, at: out.at[at[:, 0], at[:, 1]].get(mode="fill", fill_value=0))(out, places)
     return jnp.einsum("gskm,gsk->gsm", rows.reshape(groups, length, 2, model), gate), {"load": hot.sum((0, 1))}
+
+
+@form(
+    "tokens_left_behind",
+    "how many tokens got a slot, and the largest weight of each, as maxima of masks over experts and slots",
+    choices=2,
+    grouped=True,
+    dense=dense_of(composed.softmax_top_k, composed.biased, 2),
+)
+def tokens_left_behind(params, x, capacity):
+    groups, length, _ = x.shape
+    gate, index = jax.lax.top_k(jax.nn.softmax(x @ params["wg"]), 2)
+    hot = one_hot(index.swapaxes(1, 2).reshape(groups, -1), EXPERTS, dtype=jnp.int32)
+    position = (jnp.cumsum(hot, axis=1) * hot - 1).max(-1).reshape(groups, 2, length).swapaxes(1, 2)
+    expert, slot = (one_hot(i, n, dtype=jnp.int32) for i, n in ((index, EXPERTS), (position, capacity)))
+    dispatch = jnp.einsum("gske,gskc->gsec", expert, slot)
+    combine = jnp.einsum("gsk,gske,gskc->gsec", gate, expert.astype(x.dtype), slot.astype(x.dtype))
+    found = jnp.max(dispatch, axis=(-1, -2)), jnp.max(dispatch.astype(bool), axis=(-1, -2))
+    out = jax.vmap(functools.partial(composed.biased, params))(jnp.einsum("gsm,gsec->gecm", x, dispatch))
+    aux = {
+        "left_behind": 1.0 - found[0].sum() / x[..., 0].size,
+        "with_slot": found[1].sum(),
+        "largest": jax.lax.stop_gradient(combine).max((-1, -2)),
+        "smallest": jax.lax.stop_gradient(-combine).max((-1, -2)),
+    }
+    return jnp.einsum("gecm,gsec->gsm", out, combine), aux

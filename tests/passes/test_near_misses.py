@@ -895,6 +895,23 @@ def signed_gates(dispatch_of, experts, gate_of):
     return layer
 
 
+def largest_weights(experts, shared):
+    """The largest weight of a token over few cells: where its choices fill them all, nothing is left at zero."""
+
+    def layer(params, x, capacity):
+        params = {**params, "wg": params["wg"][:, :experts]} | {k: params[k][:experts] for k in ("w1", "w2")}
+        chosen, index = lax.top_k(x @ params["wg"], 2)
+        queue = one_hot(index.reshape(-1), experts, dtype=jnp.int32)
+        position = jnp.sum((jnp.cumsum(queue, axis=0) - 1) * queue, axis=-1).reshape(index.shape)
+        slot = one_hot(position, capacity, dtype=x.dtype)
+        combine = jnp.einsum("tk,tke,tkc->tec", jnp.tanh(chosen - 3), one_hot(index, experts, dtype=x.dtype), slot)
+        buffer = jnp.einsum("tec,td->ecd", (combine != 0).astype(x.dtype), x)
+        largest = lax.stop_gradient(combine.max((1, 2)) if shared else combine.max(2).max(1))
+        return jnp.einsum("tec,ecd->td", combine, composed.mlp(params, buffer)), {"largest": largest}
+
+    return layer
+
+
 def same_expert_twice(multi_hot):
     """Two noisy argmaxes that may agree: a token can hold two slots of one expert."""
 
@@ -1103,6 +1120,9 @@ EITHER = {
     "signed_above": signed_gates(lambda combine: combine > 0.5, composed.background, jax.nn.sigmoid),
     "zero_bool": signed_gates(lambda combine: combine.astype(bool), composed.background, lambda g: jax.nn.relu(g - 1)),
     "zero_positive": signed_gates(lambda combine: combine > 0, composed.background, lambda g: jax.nn.relu(g - 1)),
+    "largest_weights": largest_weights(EXPERTS, True),
+    "largest_of_two": largest_weights(2, True),
+    "largest_by_expert": largest_weights(EXPERTS, False),
     "same_expert_twice": same_expert_twice(False),
     "same_expert_twice_multi_hot": same_expert_twice(True),
     "threshold": multi_hot_by_threshold,

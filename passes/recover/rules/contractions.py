@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,7 +13,20 @@ from jax import numpy as jnp
 
 from moe_xla.passes.recover.nodes import is_boolean, is_floating
 from moe_xla.passes.recover.rules.table import Context, rule
-from moe_xla.passes.recover.terms import Factor, Idx, Var, fresh_axis, has_idx, term_vars, vars_of
+from moe_xla.passes.recover.terms import (
+    UNIT,
+    Const,
+    Factor,
+    Idx,
+    Term,
+    Var,
+    fresh_axis,
+    has_idx,
+    parts_of,
+    substitute_factor,
+    term_vars,
+    vars_of,
+)
 from moe_xla.passes.recover.values import (
     Contradiction,
     NoRule,
@@ -180,7 +194,11 @@ def reduce_max(context: Context, eqn: Any, value: Value) -> Value:
     base = literal_of(value.background)
     if base is None:
         raise NoRule("a maximum over a background that varies")
-    if name == "reduce_max" and any(is_slot(graph, p.axes[i]) for p in value.pieces for i in axes):
+    over_slots = any(is_slot(graph, p.axes[i]) for p in value.pieces for i in axes)
+    several = name == "reduce_max" or any(_hidden_by(p, axes)[1] for p in value.pieces)
+    if over_slots and several and all(_is_small(p, axes) for p in value.pieces):
+        return _token_maximum(context, value, axes, base)
+    if over_slots and name == "reduce_max":
         return _group_maximum(context, value, axes, base)
     prim = prims.max_p if name == "reduce_max" else prims.or_p
     shape = tuple(n for i, n in enumerate(value.shape) if i not in axes)
@@ -204,6 +222,53 @@ def reduce_max(context: Context, eqn: Any, value: Value) -> Value:
     if not has_unique_cells(graph, result):
         raise NoRule("a maximum over cells of several pieces")
     return normalised(graph, result)
+
+
+# Choices of a token over which a maximum is taken one by one.
+_MOST_CHOICES = 16
+
+
+def _hidden_by(piece: Piece, axes: Sequence[int]) -> tuple[list[Term], list[Var]]:
+    """The places that are left when axes are reduced, and the variables that then stand on none of them."""
+    kept = [a for i, a in enumerate(piece.axes) if i not in axes]
+    seen = set(vars_of(kept))
+    return kept, [v for v in piece.variables if v not in seen]
+
+
+def _is_small(piece: Piece, axes: Sequence[int]) -> bool:
+    """Whether a piece hits only a few of the cells that are reduced to one, which is at fixed places or a token's."""
+    kept, hidden = _hidden_by(piece, axes)
+    parts = [p for a in kept for p in parts_of(a) if p != UNIT]
+    is_token = all(isinstance(p, Var) for p in parts) and len(set(parts)) == len(parts)
+    gone = [piece.axes[i] for i in axes]
+    return is_token and any(map(has_idx, gone)) and math.prod(v.size for v in hidden) <= _MOST_CHOICES
+
+
+def _token_maximum(context: Context, value: Value, axes: Sequence[int], base: Any) -> Value:
+    """A maximum over all cells of a token: those of its choices, and the others, which hold the background."""
+    graph, dtype = context.graph, value.dtype
+    shape = tuple(n for i, n in enumerate(value.shape) if i not in axes)
+    prim = prims.or_p if is_boolean(dtype) else prims.max_p
+    empty = graph.lit(base, dtype)
+    total = of_literal(graph, base, shape, dtype)
+    hits = 0
+    for piece in value.pieces:
+        kept, hidden = _hidden_by(piece, axes)
+        there = [g for i in axes for g in existence(context, piece.axes[i])]
+        guards = list(dict.fromkeys([*piece.guards, *there]))
+        data = materialised(graph, piece.replace(guards=()), dtype)
+        if guards:
+            data = graph.select(graph.logical_and(guards), data, empty)
+        for places in itertools.product(*(range(v.size) for v in hidden)):
+            chosen = {v: Const(c, v.size) for v, c in zip(hidden, places, strict=True)}
+            case = plain(shape, kept, substitute_factor(data, chosen))
+            total = plain_map(graph, prim, {}, [total, case], shape, dtype)
+            hits += 1
+    if hits >= math.prod(value.shape[i] for i in axes) and not any(
+        context.is_unbounded(p.axes[i]) for p in value.pieces for i in axes
+    ):
+        raise NoRule("a maximum over cells of which none may be empty")
+    return total
 
 
 def _group_maximum(context: Context, value: Value, axes: Sequence[int], base: Any) -> Value:
