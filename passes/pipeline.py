@@ -27,6 +27,7 @@ from absl import logging
 from moe_xla.passes._jax import array_type
 from moe_xla.passes.advice import advice_for
 from moe_xla.passes.apart import with_bodies_apart
+from moe_xla.passes.leftover import does_work_of_every_expert
 from moe_xla.passes.probe import Outcome, Plan, probe
 from moe_xla.passes.recover.facts import assignments_of, choices_of, distinct_of
 from moe_xla.passes.recover.grouping import leaves_of
@@ -88,6 +89,7 @@ class _Denial:
     source: str | None
 
 
+_NOT_BOTH = "another pass over the program's loops drops tokens, and this one may be of the same layer"
 _NOT_ALONE = _Denial("its arrays come from a layer that is left as it is written", None, None)
 
 
@@ -181,19 +183,28 @@ def _with_products(
 def _with_loops(
     closed: jex.core.ClosedJaxpr, options: PassOptions, compare: _Compare | None, refuses: bool
 ) -> Rewritten:
-    """The program rewritten as it is, or with its loops over experts rolled first if more layers are found then."""
+    """The program rewritten as it is, or with its loops over experts rolled first if more layers are found then.
+
+    Where a layer is still kept, backward bodies may have to compute it again.
+    """
     result = _rewritten(closed, options, compare, refuses)
     if not {"expert_loop", "dense_experts"} <= options.patterns or not may_hold_loops(closed):
         return result
     loops = rolled(closed)
-    if loops is None:
-        return result
+    if loops is not None:
+        result = _better(result, _rewritten_loops(loops, options, compare, refuses), may_loop=True)
+    if any(site.status == KEPT for site in result.sites):
+        again = rolled(closed, again=True)
+        if again is not None:
+            other = _rewritten_loops(again, options, compare, refuses, allows_rest=False)
+            result = _better(result, other, may_loop=loops is not None)
+    return result
+
+
+def _better(result: Rewritten, other: Rewritten, may_loop: bool) -> Rewritten:
+    """The one of two rewritings of a program that rewrites more; sites that only `other` finds may be loops."""
     known = {site.source for site in result.sites}
-    other = _rewritten(loops, options, compare, refuses)
-    if _is_half_dropless(other.sites):
-        # A pass that a rolled loop makes again is a site of its own: it must drop what the first one drops.
-        other = _rewritten(loops, dataclasses.replace(options, semantics="exact"), compare, refuses)
-    sites = tuple(_of_loop(site) if site.source not in known else site for site in other.sites)
+    sites = tuple(_of_loop(s) if may_loop and s.source not in known else s for s in other.sites)
     return Rewritten(other.evaluate, sites, other.outcomes) if _found(sites) > _found(result.sites) else result
 
 
@@ -201,6 +212,25 @@ def _is_half_dropless(sites: Sequence[Site]) -> bool:
     """Whether some layers drop nothing, while others with a capacity are exact or as written."""
     dropless = [site.semantics == "dropless" for site in sites if site.capacity]
     return any(dropless) and not all(dropless)
+
+
+def _rewritten_loops(
+    rolled_up: jex.core.ClosedJaxpr,
+    options: PassOptions,
+    compare: _Compare | None,
+    refuses: bool,
+    allows_rest: bool = True,
+) -> Rewritten:
+    """The program with its loops rolled, rewritten.
+
+    A pass that a rolled loop makes again is a site of its own: it must drop what the first one drops.
+    """
+    result = _rewritten(rolled_up, options, compare, refuses, allows_rest)
+    if not _is_half_dropless(result.sites):
+        return result
+    result = _rewritten(rolled_up, dataclasses.replace(options, semantics="exact"), compare, refuses, allows_rest)
+    sites = (s if s.reason or not s.capacity else dataclasses.replace(s, reason=_NOT_BOTH) for s in result.sites)
+    return dataclasses.replace(result, sites=tuple(sites))
 
 
 def _found(sites: Sequence[Site]) -> tuple[int, int]:
@@ -215,8 +245,13 @@ def _of_loop(site: Site) -> Site:
 
 
 def _rewritten(
-    closed: jex.core.ClosedJaxpr, options: PassOptions, compare: _Compare | None, refuses: bool
+    closed: jex.core.ClosedJaxpr,
+    options: PassOptions,
+    compare: _Compare | None,
+    refuses: bool,
+    allows_rest: bool = True,
 ) -> Rewritten:
+    """The program rewritten; a site of which work on every expert is left must be allowed to have such a rest."""
     as_written = jex.core.jaxpr_as_fun(closed)
     if not options.patterns - {RAGGED_DOT}:
         return Rewritten(as_written, ())
@@ -229,6 +264,8 @@ def _rewritten(
             result = _attempt(closed, session, layers, options)
             outcomes = _outcomes(closed, result, session, layers, options, compare)
         refusal = result if isinstance(result, Refusal) else _differing(outcomes) if refuses else None
+        if refusal is None and isinstance(result, _Emission) and not allows_rest:
+            refusal = _with_rest(session, result.program)
         if refusal is not None:
             _step_down(session, refusal, modes, denials, options.semantics)
         elif isinstance(result, _Emission):
@@ -271,6 +308,15 @@ def _differing(outcomes: dict[Any, Outcome]) -> Refusal | None:
     for key, outcome in outcomes.items():
         if outcome.difference is not None:
             return Refusal(frozenset({key}), f"probe: {outcome}", None)
+    return None
+
+
+def _with_rest(session: Session, program: jex.core.ClosedJaxpr) -> Refusal | None:
+    """The refusal of the first site whose work on every expert, or on all slots, is partly left."""
+    for site in sorted({session.root(s) for s in session.sources if session.mode(s) != "off"}):
+        wires = [w for w in session.layer_wires if any(session.root(s) == site for s in w.layers)]
+        if does_work_of_every_expert(program, wires):
+            return Refusal(frozenset({site}), "work on every expert is left in its backward pass", None)
     return None
 
 

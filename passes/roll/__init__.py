@@ -2,7 +2,8 @@
 
 In: a closed jaxpr.  Out: `rolled(closed)`: one of the same inputs and outputs in which unrolled and scanned loops over
 experts are batched operations, equal up to the order of additions; None if it holds no such loop.  Whatever is not
-understood stays as it is written.
+understood stays as it is written.  With `again`, backward bodies run all forward bodies again that may hold a layer,
+whether there is a loop in it or not.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import jax.extend as jex
 from absl import logging
 
 from moe_xla.passes._jax import array_type
+from moe_xla.passes.roll.again import CHOOSING
 from moe_xla.passes.roll.graph import inner_jaxprs, is_helper
 from moe_xla.passes.roll.recomputed import recomputed
 from moe_xla.passes.roll.scans import uncut, unscanned
@@ -29,14 +31,14 @@ _BODIES = frozenset(
 )
 
 
-# What picks an expert for a token, unless the program is given the choice.
-_CHOOSING = frozenset({"top_k", "argmax", "argmin", "sort", "approx_top_k"})
-
-
 def may_hold_loops(closed: jex.core.ClosedJaxpr) -> bool:
-    """Whether a program may hold a loop over experts: it chooses something, compares integers, and contracts."""
-    names = _names(closed.jaxpr)
-    return "dot_general" in names and bool(names & _CHOOSING or "eq" in names)
+    """Whether a program may hold a loop over experts: it chooses something, or compares integers, and contracts."""
+    return _may_hold_layer(_names(closed.jaxpr))
+
+
+def _may_hold_layer(names: set[str]) -> bool:
+    """Whether there is what picks an expert for a token, unless the program is given the choice, and contractions."""
+    return "dot_general" in names and bool(names & CHOOSING or "eq" in names)
 
 
 def _names(jaxpr: Any) -> set[str]:
@@ -45,26 +47,35 @@ def _names(jaxpr: Any) -> set[str]:
     return names.union(*(_names(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn)))
 
 
-def rolled(closed: jex.core.ClosedJaxpr) -> jex.core.ClosedJaxpr | None:
+def rolled(closed: jex.core.ClosedJaxpr, again: bool = False) -> jex.core.ClosedJaxpr | None:
     """The program with its loops over experts rolled, or None if there are none; never raises for a valid program."""
     try:
-        return _rolled(closed)
+        return _rolled(closed, again)
     except Exception as error:  # a fault of ours must never reach the user's step: its loops stay as written
         logging.warning("moe_xla: loops over experts stay as written: %s: %s", type(error).__name__, error)
         return None
 
 
-def _rolled(closed: jex.core.ClosedJaxpr) -> jex.core.ClosedJaxpr | None:
+def _rolled(closed: jex.core.ClosedJaxpr, again: bool) -> jex.core.ClosedJaxpr | None:
     result = closed
-    traced = [functools.partial(_traced, step=step) for step in (uncut, _recomputed, unscanned, unrolled)]
-    steps: tuple[_Step, ...] = (*traced[:2], _with_bodies, *traced[2:])
+    recompute = functools.partial(_recomputed, again=again)
+    traced = [functools.partial(_traced, step=step) for step in (uncut, recompute, unscanned, unrolled)]
+    steps: tuple[_Step, ...] = (*traced[:2], functools.partial(_with_bodies, again=again), *traced[2:])
     for step in steps:
         result = step(result) or result
     return None if result is closed else result
 
 
-def _recomputed(jaxpr: Any) -> Callable[[Sequence[Any]], list[Any]] | None:
-    return recomputed(jaxpr, lambda body: unrolled(body) is not None or unscanned(body) is not None)
+def _recomputed(jaxpr: Any, again: bool) -> Callable[[Sequence[Any]], list[Any]] | None:
+    def wanted(forward: Any, bodies: Callable[[], Sequence[Any]]) -> bool:
+        if again and _may_hold_layer(set().union(*map(_names, inner_jaxprs(forward)))):
+            return True
+        return any(holds_loop(body) for body in bodies())
+
+    def holds_loop(body: Any) -> bool:
+        return unrolled(body) is not None or unscanned(body) is not None or recomputed(body, wanted) is not None
+
+    return recomputed(jaxpr, wanted)
 
 
 def _traced(
@@ -86,18 +97,19 @@ def _types(jaxpr: Any) -> list[Any]:
 # --- bodies of control flow
 
 
-def _with_bodies(closed: jex.core.ClosedJaxpr) -> jex.core.ClosedJaxpr | None:
+def _with_bodies(closed: jex.core.ClosedJaxpr, again: bool) -> jex.core.ClosedJaxpr | None:
     """The program with the loops in its bodies rolled; each body keeps its inputs and outputs."""
-    eqns = [_with_body(eqn) for eqn in closed.jaxpr.eqns]
+    eqns = [_with_body(eqn, again) for eqn in closed.jaxpr.eqns]
     if all(new is old for new, old in zip(eqns, closed.jaxpr.eqns, strict=True)):
         return None
     return jex.core.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)
 
 
-def _with_body(eqn: Any) -> Any:
+def _with_body(eqn: Any, again: bool) -> Any:
     if eqn.primitive.name not in _BODIES:
         return eqn
-    step = _with_bodies if is_helper(eqn) else _rolled  # a helper is rolled together with what surrounds it
+    # a helper is rolled together with what surrounds it
+    step = functools.partial(_with_bodies if is_helper(eqn) else _rolled, again=again)
     params = {name: _with_param(param, step) for name, param in eqn.params.items()}
     changed = any(params[name] is not param for name, param in eqn.params.items())
     return eqn.replace(params=params) if changed else eqn

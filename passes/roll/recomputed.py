@@ -1,37 +1,107 @@
-"""A backward scan computes again what the loop over experts in its forward scan stacked for it.
+"""A backward scan or cond computes again what its forward one has computed.
 
-Such a loop hands on an array for each expert by itself, which no rolled loop has. Once the backward body runs the
-forward body again, as under `jax.checkpoint`, the loop's forward and backward stand in one body and are rolled
-together; the arrays that are carried into each iteration are stacked instead.  So are the choices, which are not made
-again: numbers that another program rounds in another way could choose otherwise.
+A loop over experts in a layer that is scanned hands on an array for each expert by itself, which no rolled loop has.
+Once the backward body runs the forward body again, as under `jax.checkpoint`, the loop's forward and backward stand in
+one body and are rolled together; the arrays that are carried into each iteration are stacked instead, and the choices.
 
 What is made outside of the scans of nothing but numbers, like the numbers of the experts, or is cut out of an array
 there, like the matrix of one expert, is made inside of them, where a loop is known by it.
 
 In: a jaxpr.  Out: `recomputed(jaxpr)`: a function of its constants and inputs that gives its outputs, or None if it has
-no such scans.
+no such scans and conds.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
 import jax.extend as jex
-from jax import lax
 
 from moe_xla.passes._jax import at_source, bind_equation, scan_counts
-from moe_xla.passes.recover.nodes import is_integer
-from moe_xla.passes.roll.graph import KEEPING, Graph, Op, Value, body_of, holds, is_helper, read
+from moe_xla.passes.roll.again import (
+    chosen_types,
+    differs_each_time,
+    run_again,
+    run_body,
+    run_noting,
+    scan_like,
+    traced,
+)
+from moe_xla.passes.roll.graph import KEEPING, Graph, Op, Value, holds, read
 
 _ARITHMETIC = frozenset({"iota", "add", "sub", "mul", "neg", "lt", "select_n"})
 _CUTTING = frozenset({"slice", "dynamic_slice"})
-_CHOOSING = frozenset({"top_k", "approx_top_k", "argmax", "argmin", "sort"})
 
-_Bind = Callable[[Any, Sequence[Any]], Sequence[Any]]
+_Read = Callable[[Sequence[Value]], list[Any]]
+
+
+def recomputed(
+    jaxpr: Any, wanted: Callable[[Any, Callable[[], Sequence[Any]]], bool]
+) -> Callable[[Sequence[Any]], list[Any]] | None:
+    """The jaxpr in which backward bodies run forward bodies again, as a function of its arrays.
+
+    `wanted` tells of a forward equation, and of what makes the jaxprs that the backward bodies become, whether so.
+    """
+    graph = Graph(jaxpr)
+    made = _made(graph)
+    pairs = [
+        pair for op in graph.ops if (pair := _pair(op, made)) is not None and wanted(pair.forward.eqn, pair.bodies)
+    ]
+    forward = {pair.forward for pair in pairs}
+    pairs = [pair for pair in pairs if pair.backward not in forward]  # derivatives of derivatives
+    return (lambda arrays: _Run(graph, pairs).of(arrays)) if pairs else None
+
+
+def _pair(op: Op, made: set[Value]) -> _Scans | _Conds | None:
+    if op.key is None or op.name not in ("scan", "cond"):
+        return None
+    pair = _scans(op, made) if op.name == "scan" else _conds(op)
+    return None if pair is None or holds(pair.forward.eqn, differs_each_time) else pair
+
+
+class _Run:
+    """Evaluates a graph, its pairs as this pass has them."""
+
+    def __init__(self, graph: Graph, pairs: Sequence[_Scans | _Conds]):
+        self._graph = graph
+        self._forward = {pair.forward: pair for pair in pairs}
+        self._backward = {pair.backward: pair for pair in pairs}
+        self._env: dict[Value, Any] = {}
+        self._kept: dict[Op, Any] = {}  # what a forward body keeps for its backward one
+
+    def of(self, arrays: Sequence[Any]) -> list[Any]:
+        """The outputs for arrays of the inputs."""
+        self._env = dict(zip(self._graph.inputs, arrays, strict=True))
+        for op in self._graph.ops:
+            with at_source(op.source):
+                self._env.update(zip(op.outputs, self._operation(op), strict=True))
+        return self._read(self._graph.outputs)
+
+    def _read(self, values: Sequence[Value]) -> list[Any]:
+        return [read(self._env, v) for v in values]
+
+    def _operation(self, op: Op) -> list[Any]:
+        if op in self._backward:
+            pair = self._backward[op]
+            return pair.run_backward(self._read, self._kept[pair.forward])
+        if op in self._forward:
+            wanted = [self._is_read(v) for v in op.outputs]
+            results, self._kept[op] = self._forward[op].run_forward(self._read, wanted)
+            return results
+        return bind_equation(op.eqn, self._read(op.inputs))
+
+    def _is_read(self, value: Value) -> bool:
+        """Whether something else reads an array than what makes it again."""
+        return value.is_output or any(not self._is_made_again(user, place) for user, place in value.users)
+
+    def _is_made_again(self, user: Op, place: int) -> bool:
+        return user in self._backward and place in self._backward[user].given
+
+
+# --- scans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,66 +122,136 @@ class _Scan:
         return self.consts + self.carries
 
     @property
-    def given(self) -> Sequence[Value]:
-        """The constants."""
-        return self.op.inputs[: self.consts]
-
-    @property
-    def stacked(self) -> Sequence[Value]:
-        """The outputs that are stacked."""
-        return self.op.outputs[self.carries :]
-
-    @property
     def types(self) -> Sequence[Any]:
-        """The types of what each iteration has of its own."""
-        return [v.aval for v in self.body.jaxpr.invars[self.consts :]]
+        """The types of the inputs, inside."""
+        return [v.aval for v in self.body.jaxpr.invars]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Pair:
-    """A backward scan and its forward scan; `given` are the sliced inputs that the forward scan stacks, and where."""
+class _Scans:
+    """A backward scan and its forward scan.
 
-    forward: _Scan
-    backward: _Scan
+    `given` are the inputs that the forward scan stacks, and which of its outputs; `made` are made inside.
+    """
+
+    first: _Scan
+    second: _Scan
     given: dict[int, int]
+    made: set[Value]
 
     @property
-    def others(self) -> Sequence[int]:
+    def forward(self) -> Op:
+        return self.first.op
+
+    @property
+    def backward(self) -> Op:
+        return self.second.op
+
+    @property
+    def _others(self) -> Sequence[int]:
         """The sliced inputs of the backward scan that something else gives."""
-        return [i for i in range(len(self.backward.op.inputs) - self.backward.first) if i not in self.given]
+        return [i for i in range(self.second.first, len(self.backward.inputs)) if i not in self.given]
 
-    def run(
-        self, consts: Sequence[Sequence[Any]], again: Sequence[Any], chosen: Sequence[Any], own: Sequence[Any]
+    def run_forward(self, read: _Read, wanted: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+        """The outputs that are `wanted`, None for others; and what is carried into each iteration, and chosen there."""
+        scan = self.first
+        consts, count = self._inside(read), scan.carries
+
+        def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], tuple[list[Any], ...]]:
+            chosen: list[Any] = []
+            results = run_noting(scan.body, [*consts(scan), *carry, *slices], chosen)
+            return results[:count], (list(itertools.compress(results[count:], wanted[count:])), carry, chosen)
+
+        carries, slices = (read(scan.op.inputs[scan.consts :][i]) for i in (slice(count), slice(count, None)))
+        carried, (stacked, *kept) = scan_like(scan.op.eqn, body, carries, slices)
+        left = iter(stacked)
+        return [*carried, *(next(left) if w else None for w in wanted[count:])], kept
+
+    def run_backward(self, read: _Read, kept: Sequence[Any]) -> list[Any]:
+        """The outputs of the backward scan, for what the forward one kept."""
+        first, second = self.first, self.second
+        consts = self._inside(read)
+
+        def body(carry: list[Any], slices: tuple[list[Any], ...]) -> tuple[list[Any], list[Any]]:
+            entering, chosen, sliced, others = slices
+            results = self._body([consts(first), consts(second)], entering, chosen, sliced, others, carry)
+            return results[: second.carries], results[second.carries :]
+
+        carries = read(second.op.inputs[second.consts : second.first])
+        slices = (*kept, read(first.op.inputs[first.first :]), read([second.op.inputs[i] for i in self._others]))
+        carried, stacked = scan_like(second.op.eqn, body, carries, slices)
+        return [*carried, *stacked]
+
+    def _body(
+        self,
+        consts: Sequence[Sequence[Any]],
+        entering: Sequence[Any],
+        chosen: Sequence[Any],
+        sliced: Sequence[Any],
+        others: Sequence[Any],
+        carry: Sequence[Any],
     ) -> list[Any]:
-        """The backward body, on the constants of both bodies, what the forward one has `again`, and what is its `own`.
-
-        Of its own are the carries and the slices of the `others`; `chosen` are the choices of the forward body.
-        """
-        left = iter(chosen)
-
-        def bind(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-            return [next(left) for _ in eqn.outvars] if _chooses(eqn) else bind_equation(eqn, inputs)
-
-        made = _run_body(self.forward.body, [*consts[0], *again], bind)[self.forward.carries :]
+        made = run_again(self.first.body, [*consts[0], *entering, *sliced], chosen)
         slices = {i: made[place] for i, place in self.given.items()}
-        slices.update(zip(self.others, own[self.backward.carries :], strict=True))
-        ordered = [slices[i] for i in range(len(slices))]
-        return _run_body(self.backward.body, [*consts[1], *own[: self.backward.carries], *ordered])
+        slices.update(zip(self._others, others, strict=True))
+        return run_body(self.second.body, [*consts[1], *carry, *(slices[i] for i in sorted(slices))])
+
+    def bodies(self) -> Sequence[Any]:
+        """What the backward body becomes."""
+        first, second = self.first, self.second
+        roots = _roots([*first.op.inputs[: first.consts], *second.op.inputs[: second.consts]], self.made)
+
+        def run(arrays: Sequence[Any], *rest: Sequence[Any]) -> list[Any]:
+            env = dict(zip(roots, arrays, strict=True))
+            consts = self._inside(lambda values: [read(env, v) for v in values])
+            return self._body([consts(first), consts(second)], *rest)
+
+        one, other = first.types, second.types
+        groups = (
+            one[first.consts : first.first],
+            chosen_types(first.body.jaxpr),
+            one[first.first :],
+            [other[i] for i in self._others],
+            other[second.consts : second.first],
+        )
+        return [traced(run, [v.aval for v in roots], *groups).jaxpr]
+
+    def _inside(self, read: _Read) -> Callable[[_Scan], list[Any]]:
+        """Gives the constants of a body, inside of it: those that are `made` are made again."""
+
+        def consts(scan: _Scan) -> list[Any]:
+            known: dict[Value, Any] = {}
+
+            def array(value: Value) -> Any:
+                if value not in self.made or value.op is None:
+                    return read([value])[0]
+                if value not in known:
+                    with at_source(value.op.source):
+                        (known[value],) = bind_equation(value.op.eqn, [array(v) for v in value.op.inputs])
+                return known[value]
+
+            return [array(v) for v in scan.op.inputs[: scan.consts]]
+
+        return consts
 
 
-def recomputed(jaxpr: Any, holds_loop: Callable[[Any], bool]) -> Callable[[Sequence[Any]], list[Any]] | None:
-    """The jaxpr with the forward bodies that hold a loop run again backward, as a function of its arrays."""
-    graph = Graph(jaxpr)
-    scans = [_Scan(op, *scan_counts(op.eqn)) for op in graph.ops if op.name == "scan" and op.key is not None]
-    stacked = {v: (scan, i) for scan in scans for i, v in enumerate(scan.stacked)}
-    made = _made(graph)
-    pairs = [pair for scan in scans if (pair := _pair(scan, stacked)) is not None and holds_loop(_together(pair, made))]
-    backward = {pair.backward.op for pair in pairs}
-    pairs = [pair for pair in pairs if pair.forward.op not in backward]  # derivatives of derivatives
-    return (lambda arrays: _Run(graph, pairs, made).of(arrays)) if pairs else None
+def _scans(op: Op, made: set[Value]) -> _Scans | None:
+    """A scan with the one scan that stacks arrays for it."""
+    second = _Scan(op, *scan_counts(op.eqn))
+    found = {i: v for i, v in enumerate(op.inputs) if i >= second.first and _is_stacked(v)}
+    forwards = {v.op for v in found.values()}
+    if len(forwards) != 1:
+        return None
+    (forward,) = forwards
+    if forward is None or forward.params["length"] != op.params["length"]:
+        return None
+    return _Scans(_Scan(forward, *scan_counts(forward.eqn)), second, {i: v.index for i, v in found.items()}, made)
 
 
-# --- what is made inside of a body
+def _is_stacked(value: Value) -> bool:
+    """Whether a scan without effects stacks an array."""
+    op = value.op
+    return op is not None and op.name == "scan" and op.key is not None and value.index >= scan_counts(op.eqn)[1]
 
 
 def _made(graph: Graph) -> set[Value]:
@@ -142,164 +282,86 @@ def _roots(values: Iterable[Value], made: set[Value]) -> list[Value]:
     return list(found)
 
 
-def _inside(values: Sequence[Value], made: set[Value], env: dict[Value, Any]) -> list[Any]:
-    """The arrays of `values`, where those that are `made` are made again."""
-    known: dict[Value, Any] = {}
-
-    def array(value: Value) -> Any:
-        if value not in made or value.op is None:
-            return read(env, value)
-        if value not in known:
-            with at_source(value.op.source):
-                (known[value],) = bind_equation(value.op.eqn, [array(v) for v in value.op.inputs])
-        return known[value]
-
-    return [array(v) for v in values]
+# --- conds
 
 
-def _together(pair: _Pair, made: set[Value]) -> Any:
-    """What the backward body becomes, as a jaxpr."""
-    forward, backward = pair.forward, pair.backward
-    roots = _roots([*forward.given, *backward.given], made)
-    own = [*backward.types[: backward.carries], *(backward.types[backward.carries + i] for i in pair.others)]
-    chosen = [v.aval for eqn in _choices(forward.body.jaxpr) for v in eqn.outvars]
-    types = [[v.aval for v in roots], forward.types, chosen, own]
+@dataclasses.dataclass(frozen=True)
+class _Conds:
+    """A backward cond and the forward cond that is taken with it.
 
-    def run(arrays: Sequence[Any], *rest: Sequence[Any]) -> list[Any]:
-        env = dict(zip(roots, arrays, strict=True))
-        return pair.run([_inside(s.given, made, env) for s in (forward, backward)], *rest)
+    `given` are the inputs that nothing else reads of what the forward cond gives, and which of its outputs.
+    """
 
-    return jax.make_jaxpr(run)(*([_shaped(t) for t in group] for group in types)).jaxpr
+    forward: Op
+    backward: Op
+    given: dict[int, int]
+
+    @property
+    def _others(self) -> Sequence[int]:
+        """The inputs of the backward branches that something else gives."""
+        return [i for i in range(1, len(self.backward.inputs)) if i not in self.given]
+
+    def run_forward(self, read: _Read, wanted: Sequence[bool]) -> tuple[list[Any], None]:
+        """The outputs that are `wanted`, None for others."""
+
+        def branch(body: Any) -> jex.core.ClosedJaxpr:
+            def run(arrays: Sequence[Any]) -> list[Any]:
+                return list(itertools.compress(run_body(body, arrays), wanted))
+
+            return traced(run, _types(self.forward.inputs[1:]))
+
+        branches = [branch(body) for body in self.forward.params["branches"]]
+        results = iter(_cond(self.forward, branches, read(self.forward.inputs)))
+        return [next(results) if w else None for w in wanted], None
+
+    def run_backward(self, read: _Read, _: Any) -> list[Any]:
+        """The outputs of the backward cond."""
+        inputs = [*self.backward.inputs[:1], *self.forward.inputs[1:], *(self.backward.inputs[i] for i in self._others)]
+        return _cond(self.backward, self._branches(), read(inputs))
+
+    def _branches(self) -> list[jex.core.ClosedJaxpr]:
+        """What the backward branches become: functions of the inputs of both conds."""
+        others = [self.backward.inputs[i] for i in self._others]
+
+        def branch(first: Any, second: Any) -> jex.core.ClosedJaxpr:
+            def run(arrays: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
+                made = run_body(first, arrays)
+                inputs = {i: made[place] for i, place in self.given.items()}
+                inputs.update(zip(self._others, rest, strict=True))
+                return run_body(second, [inputs[i] for i in sorted(inputs)])
+
+            return traced(run, _types(self.forward.inputs[1:]), _types(others))
+
+        pairs = zip(self.forward.params["branches"], self.backward.params["branches"], strict=True)
+        return [branch(first, second) for first, second in pairs]
+
+    def bodies(self) -> Sequence[Any]:
+        """What the backward branches become."""
+        return [branch.jaxpr for branch in self._branches()]
 
 
-def _shaped(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-
-# --- pairs of scans
-
-
-def _pair(scan: _Scan, stacked: dict[Value, tuple[_Scan, int]]) -> _Pair | None:
-    """A scan with the one scan that stacks arrays for it."""
-    found = {i: stacked[v] for i, v in enumerate(scan.op.inputs[scan.first :]) if v in stacked}
-    forwards = {forward.op: forward for forward, _ in found.values()}
+def _conds(op: Op) -> _Conds | None:
+    """A cond with the one cond that is taken with it and gives it arrays that are for nothing else."""
+    found = {i: v for i, v in enumerate(op.inputs) if i and _is_left_to(v, op)}
+    forwards = {v.op for v in found.values()}
     if len(forwards) != 1:
         return None
-    (forward,) = forwards.values()
-    if forward.op.params["length"] != scan.op.params["length"] or holds(forward.op.eqn, _differs_each_time):
-        return None
-    return _Pair(forward, scan, {i: place for i, (_, place) in found.items()})
+    (forward,) = forwards
+    return None if forward is None else _Conds(forward, op, {i: v.index for i, v in found.items()})
 
 
-def _differs_each_time(eqn: Any) -> bool:
-    """Whether an equation gives other results when it is run again."""
-    return bool(eqn.primitive.name == "rng_uniform")
+def _is_left_to(value: Value, op: Op) -> bool:
+    """Whether an array is the result of a cond that is taken with the cond `op`, and nothing else reads it."""
+    made = value.op
+    if made is None or made.name != "cond" or made.key is None or made.inputs[0] is not op.inputs[0]:
+        return False
+    return not value.is_output and all(user is op for user, _ in value.users)
 
 
-class _Run:
-    """Evaluates a graph, its pairs of scans as this pass has them."""
-
-    def __init__(self, graph: Graph, pairs: Sequence[_Pair], made: set[Value]):
-        self._graph = graph
-        self._made = made
-        self._forward = {pair.forward.op: pair.forward for pair in pairs}
-        self._backward = {pair.backward.op: pair for pair in pairs}
-        self._env: dict[Value, Any] = {}
-        self._kept: dict[Op, list[list[Any]]] = {}  # what is carried into each iteration, and what is chosen there
-
-    def of(self, arrays: Sequence[Any]) -> list[Any]:
-        """The outputs for arrays of the inputs."""
-        self._env = dict(zip(self._graph.inputs, arrays, strict=True))
-        for op in self._graph.ops:
-            with at_source(op.source):
-                self._env.update(zip(op.outputs, self._operation(op), strict=True))
-        return self._read(self._graph.outputs)
-
-    def _read(self, values: Sequence[Value]) -> list[Any]:
-        return [read(self._env, v) for v in values]
-
-    def _operation(self, op: Op) -> list[Any]:
-        if op in self._backward:
-            return self._run_backward(self._backward[op])
-        if op in self._forward:
-            return self._run_forward(self._forward[op])
-        return bind_equation(op.eqn, self._read(op.inputs))
-
-    def _is_read(self, value: Value) -> bool:
-        """Whether something else than a backward scan reads an array that this makes again."""
-        return value.is_output or any(not self._is_made_again(user, place) for user, place in value.users)
-
-    def _is_made_again(self, user: Op, place: int) -> bool:
-        pair = self._backward.get(user)
-        return pair is not None and place - pair.backward.first in pair.given
-
-    def _run_forward(self, scan: _Scan) -> list[Any]:
-        """The scan, which stacks what is carried into each iteration, its choices, and its outputs that are read."""
-        wanted = [self._is_read(v) for v in scan.stacked]
-
-        def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], tuple[list[Any], ...]]:
-            chosen: list[Any] = []
-
-            def bind(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-                results = bind_equation(eqn, inputs)
-                chosen.extend(results if _chooses(eqn) else ())
-                return results
-
-            results = _run_body(scan.body, [*self._given(scan), *carry, *slices], bind)
-            stacked = list(itertools.compress(results[scan.carries :], wanted))
-            return results[: scan.carries], (stacked, carry, chosen)
-
-        carried, (stacked, *kept) = self._scan(scan, body, self._read(scan.op.inputs[scan.first :]))
-        self._kept[scan.op] = kept
-        left = iter(stacked)
-        return [*carried, *(next(left) if w else None for w in wanted)]
-
-    def _run_backward(self, pair: _Pair) -> list[Any]:
-        forward, scan = pair.forward, pair.backward
-        others = self._read([scan.op.inputs[scan.first + i] for i in pair.others])
-
-        def body(carry: list[Any], slices: tuple[list[Any], ...]) -> tuple[list[Any], list[Any]]:
-            entering, chosen, sliced, rest = slices
-            consts = [self._given(s) for s in (forward, scan)]
-            results = pair.run(consts, [*entering, *sliced], chosen, [*carry, *rest])
-            return results[: scan.carries], results[scan.carries :]
-
-        given = self._read(forward.op.inputs[forward.first :])
-        carried, stacked = self._scan(scan, body, (*self._kept[forward.op], given, others))
-        return [*carried, *stacked]
-
-    def _given(self, scan: _Scan) -> list[Any]:
-        """The constants of a body, inside of it."""
-        return _inside(scan.given, self._made, self._env)
-
-    def _scan(self, scan: _Scan, body: Callable[..., Any], slices: Any) -> Any:
-        kept = {name: scan.op.params[name] for name in ("length", "reverse", "unroll")}
-        return lax.scan(body, self._read(scan.op.inputs[scan.consts : scan.first]), slices, **kept)
+def _types(values: Sequence[Value]) -> list[Any]:
+    return [v.aval for v in values]
 
 
-def _run_body(closed: Any, arrays: Sequence[Any], bind: _Bind = bind_equation) -> list[Any]:
-    env = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *arrays], strict=True))
-
-    def value(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jex.core.Literal) else env[atom]
-
-    for eqn in closed.jaxpr.eqns:
-        inputs = [value(v) for v in eqn.invars]
-        with at_source(eqn):
-            results = _run_body(body_of(eqn), inputs, bind) if is_helper(eqn) else bind(eqn, inputs)
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [value(v) for v in closed.jaxpr.outvars]
-
-
-def _choices(jaxpr: Any) -> Iterator[Any]:
-    """The equations that choose, in the order in which `_run_body` runs them."""
-    for eqn in jaxpr.eqns:
-        if is_helper(eqn):
-            yield from _choices(body_of(eqn).jaxpr)
-        elif _chooses(eqn):
-            yield eqn
-
-
-def _chooses(eqn: Any) -> bool:
-    """Whether integers come of an equation that compares numbers with each other."""
-    return eqn.primitive.name in _CHOOSING and any(is_integer(v.aval.dtype) for v in eqn.outvars)
+def _cond(op: Op, branches: Sequence[jex.core.ClosedJaxpr], inputs: Sequence[Any]) -> list[Any]:
+    """A cond like `op` with other branches."""
+    return bind_equation(op.eqn.replace(params={**op.params, "branches": tuple(branches)}), inputs)

@@ -10,9 +10,9 @@ import pytest
 
 import moe_xla
 from tests.forms import composed, dense, orders, scatters
-from tests.forms.check import QUICK, quick_jit
+from tests.forms.check import QUICK, quick_jit, shapes
 from tests.forms.composed import Parts
-from tests.forms.form import EXPERTS, MODEL, TOKENS, init_params
+from tests.forms.form import EXPERTS, HIDDEN, MODEL, TOKENS, init_params
 
 CAPACITY = 5
 AMPLE = 2 * TOKENS
@@ -156,18 +156,36 @@ def test_layers_in_branches_are_rewritten(name, semantics):
         chex.assert_trees_all_close(step(params, x, flag), reference(params, x, flag), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ("one_hots_summed", "taken_by_index", "gather_index", "top2_by_argmax"))
-@pytest.mark.usefixtures("x64")
-def test_layers_without_a_capacity(name):
-    def step(params, x, flag):
-        def loss(params, x):
-            return jnp.sum(jnp.sin(jax.lax.cond(flag > 0, dense.LAYERS[name], lambda params, x: x, params, x)))
+def _once(layer, params, x, flag):
+    return jax.lax.cond(flag > 0, layer, lambda params, x: x, params, x)
 
-        return jax.value_and_grad(loss, argnums=(0, 1))(params, x)
+
+def _in_turn(layer, params, x, flag):
+    """Every second layer of a scan."""
+    return jax.lax.scan(lambda x, n: (x + _once(layer, params, x, (n + flag) % 2), None), x, jnp.arange(3))[0]
+
+
+# The backward branch of a loop over experts, and of what else hands on the work of every expert, computes it again.
+COMPUTED_AGAIN = ("input_masked", "sorted_ranges", "loop_where", "loop_top1", "loop_fori", "loop_map")
+
+
+@pytest.mark.parametrize("stack", (_once, _in_turn))
+@pytest.mark.parametrize(
+    "name", ("one_hots_summed", "taken_by_index", "gather_index", "top2_by_argmax", *COMPUTED_AGAIN)
+)
+@pytest.mark.usefixtures("x64")
+def test_layers_without_a_capacity(name, stack):
+    def step(params, x, flag):
+        return jax.value_and_grad(lambda *inputs: jnp.sum(jnp.sin(stack(dense.LAYERS[name], *inputs, flag))), (0, 1))(
+            params, x
+        )
 
     rewritten = moe_xla.moe_jit(step, semantics="exact", compiler_options=QUICK)
     params, x = _inputs()
-    assert [site.status for site in rewritten.explain(params, x, 1).sites] == ["rewritten"]
+    (site,) = rewritten.explain(params, x, 1).sites
+    assert (site.status, site.pattern) == ("rewritten", dense.PATTERN.get(name, "dense_experts"))
+    dots = {s for s, primitive in shapes(rewritten.trace(params, x, 1).jaxpr.jaxpr) if primitive == "dot_general"}
+    assert not any({EXPERTS, HIDDEN} <= set(s) and set(s) & {TOKENS, 2 * TOKENS} for s in dots)
     for flag in (0, 1):
         inputs = (params, x, flag)
         chex.assert_trees_all_close(rewritten(*inputs), quick_jit(step)(*inputs), rtol=1e-10, atol=1e-10)

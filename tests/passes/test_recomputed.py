@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import moe_xla
+from moe_xla.passes.leftover import does_work_of_every_expert
 from moe_xla.passes.roll import rolled
 from tests.forms import dense
 from tests.forms.check import QUICK, assert_close, quick_jit
@@ -142,6 +143,17 @@ def test_second_derivatives():
 
 
 # --- near misses
+
+
+def test_work_that_is_left():
+    """A contraction whose result has the sizes of an array over all experts, wherever it stands."""
+
+    def program(x, w):
+        return lax.scan(lambda x, _: (jnp.einsum("td,edf->etf", x, w).sum((0, 2))[:, None] + x, None), x, length=2)[0]
+
+    closed = jax.make_jaxpr(program)(jnp.ones((5, 3)), jnp.ones((2, 3, 4)))
+    assert does_work_of_every_expert(closed, [jnp.ones((5, 2, 4))])
+    assert not does_work_of_every_expert(closed, [jnp.ones((5, 3, 4)), jnp.ones((5, 8))])
 
 
 def printed(params, x):
