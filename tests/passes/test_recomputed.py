@@ -65,10 +65,31 @@ def _equations(jaxpr):
 
 
 @pytest.mark.parametrize("options", [{"unroll": 2}, {"reverse": True}], ids=["unroll", "reverse"])
-@pytest.mark.parametrize("name", ["loop_where", "loop_top1", "loop_fori", "loop_scan_weights", "one_hots_summed"])
+@pytest.mark.parametrize(
+    "name", ["loop_where", "loop_top1", "loop_fori", "loop_scan_weights", "one_hots_summed", "input_gated"]
+)
 @pytest.mark.usefixtures("x64")
 def test_stacked_layers(name, options):
     _assert_rewritten(_gradient(_layers(name, **options)), _inputs())
+
+
+@pytest.mark.usefixtures("x64")
+def test_weights_in_another_precision():
+    """What jax takes out of the layers is converted there, too."""
+
+    def layer(params, x):
+        combine, narrow = dense.weights(params, x), x.astype(jnp.float32)
+
+        def body(e, y):
+            w1, w2 = (jnp.take(params[name], e, axis=0).astype(jnp.float32) for name in ("w1", "w2"))
+            return y + combine[:, e, None] * (jax.nn.silu(narrow @ w1) @ w2)
+
+        return lax.fori_loop(0, EXPERTS, body, jnp.zeros_like(x))
+
+    def layers(params, x):
+        return lax.scan(lambda x, _: (x + layer(params, x), None), x, length=DEPTH)[0]
+
+    _assert_rewritten(_gradient(layers), _inputs(), 2e-5)
 
 
 # --- layers that hold more than arithmetic
