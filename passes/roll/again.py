@@ -2,7 +2,8 @@
 
 Choices are not made again: numbers that another program rounds in another way could choose otherwise. A first run
 notes them, those of scans inside too, and the second one is given them. Choices inside of a cond are made again, and
-those that compare integers, which are not rounded.
+those that compare integers, which are not rounded. What reads a body's results may make some of them once more, as
+under a policy of `checkpoint`: equations that are equal are run `Once`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend as jex
+import numpy as np
 from jax import lax
 
 from moe_xla.passes._jax import at_source, bind_equation, scan_counts
-from moe_xla.passes.recover.nodes import is_floating, is_integer
+from moe_xla.passes.recover.nodes import freeze, is_floating, is_integer
 from moe_xla.passes.roll.graph import body_of, is_helper
 
 CHOOSING = frozenset({"top_k", "approx_top_k", "argmax", "argmin", "sort"})
 _STATEFUL = frozenset({"rng_uniform"})
+
+_REMATERIALISED = frozenset({"checkpoint", "remat", "remat2"})
 
 _Bind = Callable[[Any, Sequence[Any]], Sequence[Any]]
 
@@ -45,14 +49,45 @@ def run_noting(closed: Any, arrays: Sequence[Any], chosen: list[Any]) -> list[An
     return run_body(closed, arrays, bind)
 
 
-def run_again(closed: Any, arrays: Sequence[Any], chosen: Sequence[Any]) -> list[Any]:
+class Once:
+    """Runs equations; one that is equal to an earlier one, of the same arrays, has its results."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Sequence[Any], Sequence[Any]]] = {}
+
+    def __call__(self, eqn: Any, inputs: Sequence[Any], bind: _Bind = bind_equation) -> Sequence[Any]:
+        if eqn.effects:
+            return bind(eqn, inputs)
+        key = (eqn.primitive, freeze(eqn.params), str(eqn.ctx), tuple(map(_identity, inputs)))
+        if key not in self._known:
+            self._known[key] = bind(eqn, inputs), inputs  # inputs that are kept keep their identity
+        return self._known[key][0]
+
+
+def _identity(array: Any) -> Any:
+    return id(array) if isinstance(array, jax.Array) else (type(array), freeze(np.asarray(array)))
+
+
+def run_again(closed: Any, arrays: Sequence[Any], chosen: Sequence[Any], once: Once) -> list[Any]:
     """The results of a body for which another run has `chosen`."""
     left = iter(chosen)
 
     def bind(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
         if _chooses_in_scan(eqn):
             return _scan_again(eqn, inputs, [next(left) for _ in chosen_types(eqn.params["jaxpr"].jaxpr)])
-        return [next(left) for _ in eqn.outvars] if _chooses(eqn) else bind_equation(eqn, inputs)
+        if not _chooses(eqn):
+            return once(eqn, inputs)
+        results = [next(left) for _ in eqn.outvars]
+        return once(eqn, inputs, lambda *_: results)
+
+    return run_body(closed, arrays, bind)
+
+
+def run_opened(closed: Any, arrays: Sequence[Any], once: Once) -> list[Any]:
+    """The results of a body that other bodies come before; parts that are to be rematerialised are run as they are."""
+
+    def bind(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+        return run_body(body_of(eqn), inputs, bind) if eqn.primitive.name in _REMATERIALISED else once(eqn, inputs)
 
     return run_body(closed, arrays, bind)
 
@@ -113,7 +148,7 @@ def _scan_again(eqn: Any, inputs: Sequence[Any], chosen: list[Any]) -> list[Any]
     consts, carries = scan_counts(eqn)
 
     def body(carry: list[Any], slices: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-        results = run_again(eqn.params["jaxpr"], [*inputs[:consts], *carry, *slices[0]], slices[1])
+        results = run_again(eqn.params["jaxpr"], [*inputs[:consts], *carry, *slices[0]], slices[1], Once())
         return results[:carries], results[carries:]
 
     first = consts + carries

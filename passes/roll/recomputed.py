@@ -22,11 +22,13 @@ import jax.extend as jex
 
 from moe_xla.passes._jax import at_source, bind_equation, scan_counts
 from moe_xla.passes.roll.again import (
+    Once,
     chosen_types,
     differs_each_time,
     run_again,
     run_body,
     run_noting,
+    run_opened,
     scan_like,
     traced,
 )
@@ -191,10 +193,11 @@ class _Scans:
         others: Sequence[Any],
         carry: Sequence[Any],
     ) -> list[Any]:
-        made = run_again(self.first.body, [*consts[0], *entering, *sliced], chosen)
+        once = Once()
+        made = run_again(self.first.body, [*consts[0], *entering, *sliced], chosen, once)
         slices = {i: made[place] for i, place in self.given.items()}
         slices.update(zip(self._others, others, strict=True))
-        return run_body(self.second.body, [*consts[1], *carry, *(slices[i] for i in sorted(slices))])
+        return run_opened(self.second.body, [*consts[1], *carry, *(slices[i] for i in sorted(slices))], once)
 
     def bodies(self) -> Sequence[Any]:
         """What the backward body becomes."""
@@ -325,10 +328,11 @@ class _Conds:
 
         def branch(first: Any, second: Any) -> jex.core.ClosedJaxpr:
             def run(arrays: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
-                made = run_body(first, arrays)
+                once = Once()
+                made = run_body(first, arrays, once)
                 inputs = {i: made[place] for i, place in self.given.items()}
                 inputs.update(zip(self._others, rest, strict=True))
-                return run_body(second, [inputs[i] for i in sorted(inputs)])
+                return run_opened(second, [inputs[i] for i in sorted(inputs)], once)
 
             return traced(run, _types(self.forward.inputs[1:]), _types(others))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.extend as jex
 import jax.numpy as jnp
@@ -40,11 +42,11 @@ def _stacked(params):
     return jax.tree.map(lambda leaf: jnp.stack([leaf, leaf[..., ::-1], -leaf]), params)
 
 
-def _layers(name, **options):
+def _layers(name, around=lambda layer: layer, **options):
     """Three layers, each with weights of its own."""
 
     def layers(params, x):
-        layer = dense.LAYERS[name]
+        layer = around(dense.LAYERS[name])
         return lax.scan(lambda x, p: (x + layer(p, x), None), x, _stacked(params), **options)[0]
 
     return layers
@@ -71,6 +73,18 @@ def _equations(jaxpr):
 @pytest.mark.usefixtures("x64")
 def test_stacked_layers(name, options):
     _assert_rewritten(_gradient(_layers(name, **options)), _inputs())
+
+
+_POLICIES = jax.checkpoint_policies
+
+
+@pytest.mark.parametrize("policy", ["dots_saveable", "dots_with_no_batch_dims_saveable"])
+@pytest.mark.parametrize("name", ["loop_where", "loop_top1", "one_hots_summed", "input_gated"])
+@pytest.mark.usefixtures("x64")
+def test_a_policy_keeps_the_work_of_every_expert(name, policy):
+    """The backward body is given contractions and makes the choices of them once more."""
+    around = functools.partial(jax.checkpoint, policy=getattr(_POLICIES, policy))
+    _assert_rewritten(_gradient(_layers(name, around)), _inputs())
 
 
 @pytest.mark.usefixtures("x64")
