@@ -122,8 +122,8 @@ def rewrite_jaxpr(closed: jex.core.ClosedJaxpr, options: PassOptions) -> Rewritt
     """Rewrites the Mixture-of-Experts layers of `closed`; never raises for a program that jax itself accepts."""
     try:
         return _rewritten_whole(closed, options, probe if options.probe else None)
-    except Exception as error:  # a fault of ours must never reach the user's step: it runs as written
-        logging.warning("moe_xla: %s; the step runs as written", _internal("passes", error))
+    except Exception as error:
+        _internal("passes", error)
         return Rewritten(jex.core.jaxpr_as_fun(closed), ())
 
 
@@ -363,11 +363,9 @@ def _recovered(
         inputs = [recovery.input(*array_type(v.aval)) for v in closed.jaxpr.invars]
         consts = [recovery.closed_over(*pair) for pair in zip(closed.jaxpr.constvars, closed.consts, strict=True)]
         outputs = recovery.walk(closed.jaxpr, consts, inputs)
-    except Exception as error:  # a fault of ours must never reach the user's step: it runs as written
-        if not session.sources:
-            logging.warning("moe_xla: %s; the step runs as written", _internal("lift", error))
-            return None
-        return Refusal(frozenset(), _internal("lift", error), None)
+    except Exception as error:
+        reason = _internal("lift", error)
+        return Refusal(frozenset(), reason, None) if session.sources else None
     session.unite_recomputed()
     found = _layers(session)
     for layer in found:
@@ -382,7 +380,10 @@ def _recovered(
 
 
 def _internal(part: str, error: Exception) -> str:
-    return f"internal failure of the {part}: {type(error).__name__}: {error}"
+    """What is said of a fault of ours, which is logged wherever it happens: it must never reach the user's step."""
+    reason = f"internal failure of the {part}: {type(error).__name__}: {error}"
+    logging.warning("moe_xla: %s; what it concerns runs as written", reason)
+    return reason
 
 
 def _step_down(
@@ -454,15 +455,13 @@ def _emit(
     variables = (*closed.jaxpr.constvars, *closed.jaxpr.invars)
     try:
         program = jax.make_jaxpr(rewritten)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables))
+        _check_types(program.out_avals, outputs)
     except Refusal as refusal:
         return refusal
     except (NoRule, TooLarge) as error:
         return Refusal(frozenset(), str(error), None)
-    except Exception as error:  # a fault of ours must never reach the user's step: the layers run as written
+    except Exception as error:
         return Refusal(frozenset(), _internal("lowering", error), None)
-    for wire, aval in zip(outputs, program.out_avals, strict=True):
-        if aval.shape != wire.shape or aval.dtype != wire.dtype:
-            return Refusal(frozenset(), "internal failure of the lowering: a result of another type", None)
     flops, tokens, backends = (_by_layer(session, table) for table in costs)
     idle = frozenset(s for w in session.layer_wires for s in w.layers if not flops.get(session.root(s)))
     if idle:
@@ -473,6 +472,12 @@ def _emit(
         {k: max(v) for k, v in tokens.items()},
         {k: ", ".join(sorted(set(v))) for k, v in backends.items()},
     )
+
+
+def _check_types(found: Sequence[Any], outputs: Sequence[Any]) -> None:
+    for wire, aval in zip(outputs, found, strict=True):
+        if aval.shape != wire.shape or aval.dtype != wire.dtype:
+            raise TypeError(f"a result is {aval.dtype}{aval.shape} instead of {wire.dtype}{wire.shape}")
 
 
 def _by_layer(session: Session, table: Sequence[tuple[Any, Any]]) -> dict[Any, list[Any]]:
@@ -502,14 +507,15 @@ def _layers(session: Session) -> list[_Layer]:
 
 def _layer(session: Session, members: list[Any]) -> _Layer:
     ranks = [(g, n) for g, n in session.ranks if n.site in members]
-    choices = _choices(session, members) if not ranks else []
+    first = [site for site in members if site not in session.recomputed] or members
+    choices = _choices(session, first) if not ranks else []
     thresholds = [t.bound for s in members for t in session.thresholds.get(s, ()) if t.bound > 0]
     wires = [w for w in session.layer_wires if w.layers & set(members)]
     return _Layer(
         key=tuple(members),
         pattern="sort_dispatch" if session.sorted & set(members) else _pattern(wires),
         source=describe(session.sources[members[0]]),
-        assignments=sum({n.site: assignments_of(n) for _, n in ranks if n.site not in session.recomputed}.values())
+        assignments=sum({n.site: assignments_of(n) for _, n in ranks if n.site in first}.values())
         + sum(c.assignments for c in choices),
         tokens=max((assignments_of(n) // choices_of(g, n) for g, n in ranks), default=0)
         or max((c.assignments // c.choices for c in choices), default=0),
@@ -528,10 +534,10 @@ class _Choice(NamedTuple):
     experts: int
 
 
-def _choices(session: Session, members: Sequence[Any]) -> list[_Choice]:
-    """The choices of a layer without queues: each index once, as a whole where it is read as a whole."""
+def _choices(session: Session, sites: Sequence[Any]) -> list[_Choice]:
+    """The choices at sites without queues: each index once, as a whole where it is read as a whole."""
     found: dict[Any, tuple[Any, Any]] = {}
-    for graph, index in (c for site in members if site not in session.recomputed for c in session.chosen.get(site, ())):
+    for graph, index in (c for site in sites for c in session.chosen.get(site, ())):
         arrays = frozenset(leaf.wire.number for leaf in leaves_of(graph, index.node))
         found[arrays, key_of(index).places] = graph, index
     whole = {arrays for arrays, places in found if not any(p is not None for p in places)}
@@ -586,9 +592,10 @@ def _site(
     options: PassOptions,
     emission: _Emission | None,
 ) -> Site:
-    mode = modes.get(layer.key[0], options.semantics)
     root = layer.key[0]
-    kept = mode == "off" or emission is None
+    mode = modes.get(root, options.semantics)
+    # a layer that was found before others were left as written may be gone with them
+    kept = mode == "off" or emission is None or not emission.flops.get(root)
     denial = next((denials[s] for s in layer.key if s in denials), _NOT_ALONE if kept else None)
     tokens = layer.tokens if kept or emission is None else emission.tokens.get(root, layer.tokens)
     return Site(

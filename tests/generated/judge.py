@@ -11,6 +11,7 @@ import jax.extend
 
 import moe_xla
 from moe_xla.passes.site import KEPT, REWRITTEN, Site
+from tests.faults import noted_faults
 from tests.forms.check import assert_close, quick_jit
 
 from .programs import COLLIDES, NEEDS_CAPACITY, OVERFLOW_COLLIDES, Program, build, finish, inputs
@@ -46,10 +47,10 @@ def judge(program: Program) -> list[Verdict]:
     The untouched program and both rewrites are compiled as one: what they share is then compiled once.
 
     Raises:
-      AssertionError: if an output or a gradient differs from the untouched program, or a near-miss was rewritten
-        that has no proof.
+      AssertionError: if an output or a gradient differs from the untouched program, a near-miss was rewritten that
+        has no proof, or the passes failed.
     """
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), noted_faults() as faults:
         arguments = inputs(program)
         fn = _traced(build(program), arguments)
         steps = {semantics: moe_xla.moe_jit(fn, semantics=semantics) for semantics in SEMANTICS}
@@ -67,6 +68,7 @@ def judge(program: Program) -> list[Verdict]:
         outputs = dict(zip(every, results, strict=True))
         for verdict in verdicts:
             _check(verdict, outputs, wanted.get(verdict.semantics))
+        assert not faults, faults
         return verdicts
 
 

@@ -26,6 +26,7 @@ import moe_xla
 import moe_xla.api
 from moe_xla.passes import pipeline
 from moe_xla.passes._jax import api_boundary, hide_frames
+from tests.faults import is_internal_failure
 
 hide_frames(__file__)
 
@@ -34,7 +35,6 @@ JIT, MOE_JIT = "jit", "moe_jit"
 MODULES = ("jax", "jax._src.api")
 # jax's helpers for tests hand functions of tests to jit, so they count as tests.
 TEST_HELPERS = ("jax._src.test_util", "jax._src.internal_test_util", "jax.test_util")
-INTERNAL_FAILURES = ("internal failure of the", "loops over experts stay as written:")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -128,22 +128,18 @@ def _count(outcomes: Outcomes) -> None:
         outcomes.counts["traced"] += 1
         result = rewrite_jaxpr(*args)
         outcomes.counts["layers"] += sum(site.status == "rewritten" for site in result.sites)
-        outcomes.internal_failures += [site.reason for site in result.sites if _is_internal_failure(site.reason or "")]
+        outcomes.internal_failures += [site.reason for site in result.sites if is_internal_failure(site.reason or "")]
         return result
 
     step.__init__, step.__call__, pipeline.rewrite_jaxpr = counted_make, counted_call, counted_rewrite
     warning = logging.warning
 
     def noted_warning(message: str, *args: Any) -> None:
-        if _is_internal_failure(message % args):
+        if is_internal_failure(message % args):
             outcomes.internal_failures.append(message % args)
         warning(message, *args)
 
     logging.warning = noted_warning
-
-
-def _is_internal_failure(message: str) -> bool:
-    return any(failure in message for failure in INTERNAL_FAILURES)
 
 
 def _first_line(report: pytest.TestReport) -> str | None:

@@ -20,12 +20,7 @@ from moe_xla.passes.recover.lower.base import (
     Refusal,
 )
 from moe_xla.passes.recover.lower.sums import SumEmitter
-from moe_xla.passes.recover.nodes import (
-    Leaf,
-    Node,
-    is_boolean,
-    is_extended,
-)
+from moe_xla.passes.recover.nodes import Ein, Leaf, Node, is_boolean, is_extended
 from moe_xla.passes.recover.program import Step, Wire
 from moe_xla.passes.recover.scopes import Export, Feed, Scope
 from moe_xla.passes.recover.terms import (
@@ -80,7 +75,7 @@ class Lowering(SumEmitter):
                 if isinstance(item, Leaf):
                     pending.append(item.wire)
                 else:
-                    pending += nodes_read(direct_operands(item))
+                    pending += nodes_read([*direct_operands(item), *_conditions_of_rows(item)])
                     pending += [item.origin] if item.origin is not None and self.keeps(item.origin) else []
             elif item not in needed:
                 needed.add(item)
@@ -359,6 +354,11 @@ def is_own(wire: Wire) -> bool:
     """Whether nothing is known of a wire but its own array."""
     value = _meaning(wire)
     return value.is_plain and isinstance(value.factor.node, Leaf) and value.factor.node.wire is wire
+
+
+def _conditions_of_rows(node: Node) -> list[Factor]:
+    """The conditions without which no row of a node is read: its rows may be ordered by them."""
+    return sorted(node.domain, key=repr) if isinstance(node, Ein) else []
 
 
 def _placeholders(scope: Scope) -> dict[Wire, Any]:
