@@ -291,23 +291,6 @@ def _has_no_minus_zero(factor: Factor) -> bool:
     )
 
 
-def _is_whole(factor: Factor) -> bool:
-    """Whether an array holds whole numbers, perhaps as floats: indices and what arithmetic makes of them."""
-    value = literal(factor)
-    if is_integer(factor.node.dtype) or not is_floating(factor.node.dtype):
-        return is_integer(factor.node.dtype)
-    if value is not None:
-        return bool(np.isfinite(value) and value == np.floor(value))
-    if not isinstance(factor.node, Map):
-        return False
-    ops = operands_at(factor)
-    if factor.node.name == "convert_element_type":
-        return is_integer(ops[0].node.dtype) or is_boolean(ops[0].node.dtype)
-    if factor.node.name == "select_n":
-        return all(_is_whole(op) for op in ops[1:])
-    return factor.node.name in ("add", "sub", "mul", "neg") and all(_is_whole(op) for op in ops)
-
-
 def is_map(factor: Factor, *names: str) -> bool:
     return isinstance(factor.node, Map) and factor.node.name in names
 
@@ -666,10 +649,31 @@ class Graph:
             return self.convert(ops[0], dtype)
         return self.convert(self.logical_not(ops[0]), dtype) if cases == truths[::-1] else None
 
+    def _is_whole(self, node: Node) -> bool:
+        """Whether an array holds whole numbers, perhaps as floats: indices and what arithmetic makes of them."""
+        if not is_floating(node.dtype):
+            return is_integer(node.dtype)
+        if isinstance(node, Lit):
+            return bool(np.isfinite(node.value) and node.value == np.floor(node.value))
+        if not isinstance(node, Map):
+            return False
+        key = ("is_whole", node)
+        if key not in self.memo:
+            self.memo[key] = self._is_whole_map(node)
+        return bool(self.memo[key])
+
+    def _is_whole_map(self, node: Map) -> bool:
+        read = [op.node for op in node.operands]
+        if node.name == "convert_element_type":
+            return is_integer(read[0].dtype) or is_boolean(read[0].dtype)
+        if node.name == "select_n":
+            return all(map(self._is_whole, read[1:]))
+        return node.name in ("add", "sub", "mul", "neg") and all(map(self._is_whole, read))
+
     def _fold_selections(self, prim: Any, params: dict[str, Any], ops: tuple[Factor, ...], dtype: Any) -> Factor | None:
         """Whole numbers: arithmetic moves into a selection of literals, and into selections by one condition, so that
         an index which a mask makes negative shows both cases."""
-        if prim.name not in ("add", "sub", "mul") or not all(_is_whole(op) for op in ops):
+        if prim.name not in ("add", "sub", "mul") or not all(self._is_whole(op.node) for op in ops):
             return None
         selections = [self._selection(op) for op in ops]
         known = [s for s in selections if s is not None]

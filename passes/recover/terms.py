@@ -123,28 +123,32 @@ def fresh_axis(size: int) -> Term:
 
 def term_vars(term: Term) -> tuple[Var, ...]:
     """The variables of a term in order of first occurrence."""
-    if isinstance(term, Var):
-        return (term,)
-    if isinstance(term, Const):
-        return ()
-    return vars_of(term.parts if isinstance(term, Flat) else term.args)
+    return (term,) if isinstance(term, Var) else vars_of((term,))
 
 
 def vars_of(terms: Iterable[Term]) -> tuple[Var, ...]:
     """The variables of several terms in order of first occurrence."""
     seen: dict[Var, None] = {}
-    for term in terms:
-        if isinstance(term, Var):
-            seen[term] = None
-        elif not isinstance(term, Const):
-            for var in term_vars(term):
-                seen[var] = None
+    _note_vars(terms, seen)
     return tuple(seen)
 
 
 def factor_vars(factors: Iterable[Factor]) -> tuple[Var, ...]:
     """The variables of several factors in order of first occurrence."""
-    return vars_of(arg for factor in factors for arg in factor.args)
+    seen: dict[Var, None] = {}
+    for factor in factors:
+        _note_vars(factor.args, seen)
+    return tuple(seen)
+
+
+def _note_vars(terms: Iterable[Term], seen: dict[Var, None]) -> None:
+    for term in terms:
+        if isinstance(term, Var):
+            seen[term] = None
+        elif isinstance(term, Idx):
+            _note_vars(term.args, seen)
+        elif isinstance(term, Flat):
+            _note_vars(term.parts, seen)
 
 
 def has_idx(term: Term) -> bool:

@@ -903,10 +903,11 @@ def _contraction(
     piece: Piece, variable: Var, candidates: Sequence[Var], allow_outer: bool
 ) -> tuple[list[Factor], list[Factor], set[Var]] | None:
     joined = {variable}
+    read = {f: factor_vars([f]) for f in (*piece.factors, *piece.guards)}
     while True:
-        factors = [f for f in piece.factors if joined & set(factor_vars([f]))]
-        guards = [g for g in piece.guards if joined & set(factor_vars([g]))]
-        more = {v for v in factor_vars([*factors, *guards]) if v in candidates}
+        factors = [f for f in piece.factors if not joined.isdisjoint(read[f])]
+        guards = [g for g in piece.guards if not joined.isdisjoint(read[g])]
+        more = {v for f in (*factors, *guards) for v in read[f] if v in candidates}
         if more <= joined:
             break
         joined |= more
