@@ -15,6 +15,7 @@ import jax
 import jax.extend as jex
 import jax.extend.core.primitives as prims
 import numpy as np
+from absl import logging
 from jax import lax
 
 from moe_xla.passes._jax import COMPOSITE, array_type, expansion, scan_counts, source_of
@@ -502,8 +503,12 @@ class Recovery:
             return None
         except Exception as error:  # a fault in a rule must never reach the user's step: the equation runs as written
             step.refusal = f"internal failure of the rule: {type(error).__name__}: {error}"
+            logging.warning("moe_xla: %s; %s runs as written", step.refusal, name)
             return None
         values = result if isinstance(result, list) else [result]
+        if any(v.background is not None and not v.background.is_plain for v in values):
+            step.refusal = "what stands in cells that nothing hits is not known"
+            return None
         for wire, value in zip(step.outputs, values, strict=True):
             assert value.shape == wire.shape and value.dtype == wire.dtype, (name, value.shape, wire.shape)
         return values

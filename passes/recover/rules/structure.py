@@ -265,8 +265,17 @@ def _padded(graph: Graph, value: Value, config: Sequence[tuple[int, int, int]]) 
                 raise NoRule("padding between elements")
             piece = _padded_axis(graph, piece, i, low, high, value.dtype)
         pieces.append(piece)
-    background = None if value.background is None else _padded(graph, value.background, config)
-    return Value(shape, value.dtype, tuple(pieces), background)
+    return Value(shape, value.dtype, tuple(pieces), value.background and _padded_background(graph, value, config))
+
+
+def _padded_background(graph: Graph, value: Value, config: Sequence[tuple[int, int, int]]) -> Value:
+    """What stands where nothing hits: also on an axis of length 1 it is an array, with zeros around it."""
+    assert value.background is not None
+    (piece,) = value.background.pieces
+    wide = [fresh(1) if a == UNIT and config[i] != (0, 0, 0) else a for i, a in enumerate(piece.axes)]
+    padded = _padded(graph, Value(value.shape, value.dtype, (piece.replace(axes=tuple(wide)),)), config)
+    (piece,) = padded.pieces
+    return plain(padded.shape, piece.axes, materialised(graph, piece, value.dtype))
 
 
 def _padded_axis(graph: Graph, piece: Piece, i: int, low: int, high: int, dtype: Any) -> Piece:
