@@ -40,7 +40,7 @@ from moe_xla.passes.recover.terms import Const, key_of, term_vars
 from moe_xla.passes.recover.values import NoRule
 from moe_xla.passes.regroup import PATTERN as RAGGED_DOT
 from moe_xla.passes.regroup import regrouped
-from moe_xla.passes.roll import may_hold_loops, rolled
+from moe_xla.passes.roll import may_hold_loops, over_tokens, rolled
 from moe_xla.passes.site import KEPT, REWRITTEN, Site
 
 PATTERNS = (
@@ -53,7 +53,9 @@ PATTERNS = (
     RAGGED_DOT,
 )
 # Loops over experts are rolled into programs with an axis of experts first.
+_LOOPS = frozenset({"expert_loop", "dense_experts"})
 _ROLLED_INTO = frozenset({"dense_experts", "weight_gather", "scatter_dispatch"})
+_MAPPED_INTO = frozenset({"dense_experts"})
 SEMANTICS = ("dropless", "exact")
 _RECURSION_LIMIT = 20_000
 _LEAST_BUDGET, _BUDGET_PER_EQUATION = 5_000, 20
@@ -183,28 +185,47 @@ def _with_products(
 def _with_loops(
     closed: jex.core.ClosedJaxpr, options: PassOptions, compare: _Compare | None, refuses: bool
 ) -> Rewritten:
+    """The program rewritten as it is, or with its scans over tokens as operations on all of them."""
+    result = _with_rolled(closed, options, compare, refuses)
+    if not options.patterns >= _LOOPS:
+        return result
+    tokens = over_tokens(closed, functools.partial(_is_layer, options=options))
+    if tokens is not None:
+        result = _better(result, _with_rolled(tokens, options, compare, refuses), _MAPPED_INTO)
+    return result
+
+
+def _is_layer(closed: jex.core.ClosedJaxpr, options: PassOptions) -> bool:
+    """Whether all of a program that is found is rewritten."""
+    sites = _with_rolled(closed, options, None, refuses=False).sites
+    return bool(sites) and all(site.status == REWRITTEN for site in sites)
+
+
+def _with_rolled(
+    closed: jex.core.ClosedJaxpr, options: PassOptions, compare: _Compare | None, refuses: bool
+) -> Rewritten:
     """The program rewritten as it is, or with its loops over experts rolled first if more layers are found then.
 
     Where a layer is still kept, backward bodies may have to compute it again.
     """
     result = _rewritten(closed, options, compare, refuses)
-    if not {"expert_loop", "dense_experts"} <= options.patterns or not may_hold_loops(closed):
+    if not options.patterns >= _LOOPS or not may_hold_loops(closed):
         return result
     loops = rolled(closed)
     if loops is not None:
-        result = _better(result, _rewritten_loops(loops, options, compare, refuses), may_loop=True)
+        result = _better(result, _rewritten_loops(loops, options, compare, refuses), _ROLLED_INTO)
     if any(site.status == KEPT for site in result.sites):
         again = rolled(closed, again=True)
         if again is not None:
             other = _rewritten_loops(again, options, compare, refuses, allows_rest=False)
-            result = _better(result, other, may_loop=loops is not None)
+            result = _better(result, other, _ROLLED_INTO if loops is not None else frozenset())
     return result
 
 
-def _better(result: Rewritten, other: Rewritten, may_loop: bool) -> Rewritten:
-    """The one of two rewritings of a program that rewrites more; sites that only `other` finds may be loops."""
-    known = {site.source for site in result.sites}
-    sites = tuple(_of_loop(s) if may_loop and s.source not in known else s for s in other.sites)
+def _better(result: Rewritten, other: Rewritten, loops: frozenset[str]) -> Rewritten:
+    """The one of two rewritings of a program that rewrites more; sites of `other` by patterns `loops` may be loops."""
+    known = {site.source for site in result.sites if site.tokens > 1}
+    sites = tuple(_of_loop(s) if s.pattern in loops and s.source not in known else s for s in other.sites)
     return Rewritten(other.evaluate, sites, other.outcomes) if _found(sites) > _found(result.sites) else result
 
 
@@ -233,15 +254,22 @@ def _rewritten_loops(
     return dataclasses.replace(result, sites=tuple(sites))
 
 
-def _found(sites: Sequence[Site]) -> tuple[int, int]:
-    """What tells one rewriting of a program from a better one: the places whose layers it rewrites, what it keeps."""
+def _found(sites: Sequence[Site]) -> tuple[int, int, bool]:
+    """What tells one rewriting of a program from a better one.
+
+    The places whose layers it rewrites, what it keeps, and whether it takes tokens together.
+    """
     rewritten = {site.source for site in sites if site.status == REWRITTEN}
-    return len(rewritten), -sum(site.status != REWRITTEN for site in sites)
+    return (
+        len(rewritten),
+        -sum(site.status != REWRITTEN for site in sites),
+        all(site.tokens > 1 for site in sites),
+    )
 
 
 def _of_loop(site: Site) -> Site:
     """A site that was found by rolling a loop."""
-    return dataclasses.replace(site, pattern="expert_loop") if site.pattern in _ROLLED_INTO else site
+    return dataclasses.replace(site, pattern="expert_loop")
 
 
 def _rewritten(

@@ -3,7 +3,8 @@
 In: a closed jaxpr.  Out: `rolled(closed)`: one of the same inputs and outputs in which unrolled and scanned loops over
 experts are batched operations, equal up to the order of additions; None if it holds no such loop.  Whatever is not
 understood stays as it is written.  With `again`, backward bodies run all forward bodies again that may hold a layer,
-whether there is a loop in it or not.
+whether there is a loop in it or not.  `over_tokens(closed, is_layer)`: one in which scans over tokens, of which each
+picks an expert by a number of its own, are operations on all tokens.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from absl import logging
 
 from moe_xla.passes._jax import array_type
 from moe_xla.passes.roll.again import CHOOSING
-from moe_xla.passes.roll.graph import inner_jaxprs, is_helper
+from moe_xla.passes.roll.graph import holds, inner_jaxprs, is_helper
+from moe_xla.passes.roll.picks import may_pick
 from moe_xla.passes.roll.recomputed import recomputed
-from moe_xla.passes.roll.scans import uncut, unscanned
+from moe_xla.passes.roll.scans import IsLayer, uncut, unmapped, unscanned
 from moe_xla.passes.roll.unrolled import unrolled
 
-__all__ = ["may_hold_loops", "rolled"]
+__all__ = ["may_hold_loops", "over_tokens", "rolled"]
 
 _Step = Callable[[jex.core.ClosedJaxpr], jex.core.ClosedJaxpr | None]
+_Change = Callable[[Any], Callable[[Sequence[Any]], list[Any]] | None]
 _BODIES = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "checkpoint", "remat", "remat2"}
 )
@@ -33,7 +36,7 @@ _BODIES = frozenset(
 
 def may_hold_loops(closed: jex.core.ClosedJaxpr) -> bool:
     """Whether a program may hold a loop over experts: it chooses something, or compares integers, and contracts."""
-    return _may_hold_layer(_names(closed.jaxpr))
+    return _may_hold_layer(_names(closed.jaxpr)) or _holds_token_scan(closed.jaxpr)
 
 
 def _may_hold_layer(names: set[str]) -> bool:
@@ -56,11 +59,55 @@ def rolled(closed: jex.core.ClosedJaxpr, again: bool = False) -> jex.core.Closed
         return None
 
 
+def over_tokens(closed: jex.core.ClosedJaxpr, is_layer: IsLayer) -> jex.core.ClosedJaxpr | None:
+    """The program with its scans over tokens as operations on all, where `is_layer` holds of what becomes of a scan.
+
+    None if there are none; never raises for a valid program.
+    """
+    if not _holds_token_scan(closed.jaxpr):
+        return None
+    found = []
+
+    def noted(program: jex.core.ClosedJaxpr) -> bool:
+        found.append(is_layer(program))
+        return found[-1]
+
+    try:
+        result = _over_tokens(closed, noted)
+        return result if any(found) else None
+    except Exception as error:  # a fault of ours must never reach the user's step: its loops stay as written
+        logging.warning("moe_xla: loops over experts stay as written: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _holds_token_scan(jaxpr: Any) -> bool:
+    return any(
+        (eqn.primitive.name == "scan" and holds(eqn, may_pick)) or any(map(_holds_token_scan, inner_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
 def _rolled(closed: jex.core.ClosedJaxpr, again: bool) -> jex.core.ClosedJaxpr | None:
-    result = closed
     recompute = functools.partial(_recomputed, again=again)
-    traced = [functools.partial(_traced, step=step) for step in (uncut, recompute, unscanned, unrolled)]
-    steps: tuple[_Step, ...] = (*traced[:2], functools.partial(_with_bodies, again=again), *traced[2:])
+    return _stepped(closed, functools.partial(_rolled, again=again), (uncut, recompute), (unscanned, unrolled))
+
+
+def _over_tokens(closed: jex.core.ClosedJaxpr, is_layer: IsLayer) -> jex.core.ClosedJaxpr | None:
+    step = functools.partial(_over_tokens, is_layer=is_layer)
+    return _stepped(closed, step, (uncut, _picked_again), (functools.partial(unmapped, is_layer=is_layer),))
+
+
+def _picked_again(jaxpr: Any) -> Callable[[Sequence[Any]], list[Any]] | None:
+    return recomputed(jaxpr, lambda forward, _: holds(forward, may_pick))
+
+
+def _stepped(
+    closed: jex.core.ClosedJaxpr, in_bodies: _Step, before: Sequence[_Change], after: Sequence[_Change]
+) -> jex.core.ClosedJaxpr | None:
+    """The program after changes to its own level, `before` and `after` those `in_bodies`; None if there are none."""
+    result = closed
+    first, last = ([functools.partial(_traced, change=change) for change in changes] for changes in (before, after))
+    steps: tuple[_Step, ...] = (*first, functools.partial(_with_bodies, step=in_bodies), *last)
     for step in steps:
         result = step(result) or result
     return None if result is closed else result
@@ -78,11 +125,9 @@ def _recomputed(jaxpr: Any, again: bool) -> Callable[[Sequence[Any]], list[Any]]
     return recomputed(jaxpr, wanted)
 
 
-def _traced(
-    closed: jex.core.ClosedJaxpr, step: Callable[[Any], Callable[[Sequence[Any]], list[Any]] | None]
-) -> jex.core.ClosedJaxpr | None:
-    """The program as a step of this pass runs it."""
-    run = step(closed.jaxpr)
+def _traced(closed: jex.core.ClosedJaxpr, change: _Change) -> jex.core.ClosedJaxpr | None:
+    """The program as a change of this pass runs it."""
+    run = change(closed.jaxpr)
     if run is None:
         return None
     inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in closed.jaxpr.invars]
@@ -97,20 +142,20 @@ def _types(jaxpr: Any) -> list[Any]:
 # --- bodies of control flow
 
 
-def _with_bodies(closed: jex.core.ClosedJaxpr, again: bool) -> jex.core.ClosedJaxpr | None:
-    """The program with the loops in its bodies rolled; each body keeps its inputs and outputs."""
-    eqns = [_with_body(eqn, again) for eqn in closed.jaxpr.eqns]
+def _with_bodies(closed: jex.core.ClosedJaxpr, step: _Step) -> jex.core.ClosedJaxpr | None:
+    """The program with a step taken in its bodies; each keeps its inputs and outputs."""
+    eqns = [_with_body(eqn, step) for eqn in closed.jaxpr.eqns]
     if all(new is old for new, old in zip(eqns, closed.jaxpr.eqns, strict=True)):
         return None
     return jex.core.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)
 
 
-def _with_body(eqn: Any, again: bool) -> Any:
+def _with_body(eqn: Any, step: _Step) -> Any:
     if eqn.primitive.name not in _BODIES:
         return eqn
     # a helper is rolled together with what surrounds it
-    step = functools.partial(_with_bodies if is_helper(eqn) else _rolled, again=again)
-    params = {name: _with_param(param, step) for name, param in eqn.params.items()}
+    inside = functools.partial(_with_bodies, step=step) if is_helper(eqn) else step
+    params = {name: _with_param(param, inside) for name, param in eqn.params.items()}
     changed = any(params[name] is not param for name, param in eqn.params.items())
     return eqn.replace(params=params) if changed else eqn
 

@@ -239,7 +239,7 @@ class _Scans:
 
 
 def _scans(op: Op, made: set[Value]) -> _Scans | None:
-    """A scan with the one scan that stacks arrays for it."""
+    """A scan with the one scan, in the other direction, that stacks arrays for it."""
     second = _Scan(op, *scan_counts(op.eqn))
     found = {i: v for i, v in enumerate(op.inputs) if i >= second.first and _is_stacked(v)}
     forwards = {v.op for v in found.values()}
@@ -247,6 +247,8 @@ def _scans(op: Op, made: set[Value]) -> _Scans | None:
         return None
     (forward,) = forwards
     if forward is None or forward.params["length"] != op.params["length"]:
+        return None
+    if forward.params["reverse"] == op.params["reverse"]:  # it only goes on from there
         return None
     return _Scans(_Scan(forward, *scan_counts(forward.eqn)), second, {i: v.index for i, v in found.items()}, made)
 

@@ -4,27 +4,39 @@ A scan is one over experts if its body compares an array of integers with the nu
 an array made of such comparisons, or reads what a scan over experts has stacked.  It is rolled if each of its carries
 is one of the kinds of `Carry`: then no iteration depends on another.
 
-In: a jaxpr.  Out: `unscanned(jaxpr)`: a function as in `unrolled`, or None if there is no such scan.
+A scan whose iterations run a branch, or contract a matrix, that a number of their own picks is one over tokens.
+
+In: a jaxpr.  Out: `unscanned(jaxpr)`: a function as in `unrolled`, or None if there is no such scan.  `unmapped` is the
+same for scans over tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.extend as jex
 import numpy as np
 from jax import lax
 
 from moe_xla.passes._jax import at_source, bind_equation, scan_counts
 from moe_xla.passes.recover.nodes import is_integer
+from moe_xla.passes.roll.again import traced
 from moe_xla.passes.roll.closures import chosen_sum, is_summable, move_axis
 from moe_xla.passes.roll.graph import KEEPING, VIEWS, Graph, Op, Value, holds, is_random, read
 from moe_xla.passes.roll.guards import ADDS
 from moe_xla.passes.roll.marks import Marks, is_small, known_result
 from moe_xla.passes.roll.numbers import array_of, numbers_along
+from moe_xla.passes.roll.picks import batched_pick, may_pick
 from moe_xla.passes.roll.scattered import adds_rows, scatter_all
 from moe_xla.passes.roll.unrolled import batched_bind
+
+IsLayer = Callable[[jex.core.ClosedJaxpr], bool]
+_Bind = Callable[[Any, Sequence[Any], Sequence[bool]], list[Any]]
+
+_MOST_CHOICES = 16  # of one token
 
 
 class _NotRolled(Exception):
@@ -62,24 +74,32 @@ def unscanned(jaxpr: Any) -> Callable[[Sequence[Any]], list[Any]] | None:
     return _without(jaxpr, lambda plan: plan.is_over_experts() or plan.cuts())
 
 
+def unmapped(jaxpr: Any, is_layer: IsLayer) -> Callable[[Sequence[Any]], list[Any]] | None:
+    """As `unscanned`, for scans over tokens, where `is_layer` holds of the operations on all tokens."""
+    return _without(jaxpr, lambda plan: plan.picks_experts() and is_layer(plan.as_program()), batched_pick)
+
+
 def uncut(jaxpr: Any) -> Callable[[Sequence[Any]], list[Any]] | None:
     """As `unscanned`, for scans that count and cut arrays into rows, as jax takes them out of a loop in a scan."""
     return _without(jaxpr, lambda plan: plan.cuts())
 
 
-def _without(jaxpr: Any, wanted: Callable[[_Plan], bool]) -> Callable[[Sequence[Any]], list[Any]] | None:
+def _without(
+    jaxpr: Any, wanted: Callable[[_Plan], bool], bind: _Bind = batched_bind
+) -> Callable[[Sequence[Any]], list[Any]] | None:
     graph = Graph(jaxpr)
     if not any(op.name == "scan" for op in graph.ops):
         return None
-    level = _Level(graph, wanted)
+    level = _Level(graph, wanted, bind)
     return level.run if level.plans else None
 
 
 class _Level:
-    """The scans of one level that are `wanted`, planned in the order of the program."""
+    """The scans of one level that are `wanted`, planned in the order of the program; `bind` runs all iterations."""
 
-    def __init__(self, graph: Graph, wanted: Callable[[_Plan], bool]):
+    def __init__(self, graph: Graph, wanted: Callable[[_Plan], bool], bind: _Bind):
         self.graph = graph
+        self.bind = bind
         self.marks = Marks(graph)
         self.stacked: set[Value] = set()  # by scans that are rolled
         self.exclusive: set[Value] = set()  # masks along a first axis that exclude each other
@@ -423,6 +443,23 @@ class _Plan:
                 return True
         return False
 
+    def picks_experts(self) -> bool:
+        """Whether iterations run what integers of their own pick, as few as the choices of one token."""
+        return any(may_pick(op.eqn) and self._picks(op) for op in self.body.ops)
+
+    def _picks(self, op: Op) -> bool:
+        places = op.inputs[:1] if op.name == "cond" else op.inputs[1:]
+        fixed = op.name == "cond" or op.inputs[0] not in self.varying
+        own = [v for v in places if v in self.varying and v not in self.known and is_integer(v.aval.dtype)]
+        return fixed and bool(own) and all(v.aval.size <= _MOST_CHOICES for v in own)
+
+    def as_program(self) -> Any:
+        """What the scan becomes, as a program of its inputs that gives what is read of it."""
+        is_read = [bool(v.users) or v.is_output for v in self.op.outputs]
+        return traced(
+            lambda arrays: list(itertools.compress(self.emit(arrays), is_read)), [v.aval for v in self.op.inputs]
+        )
+
     def note_results(self) -> None:
         """Tells the level what the results are."""
         count = len(self.carries)
@@ -458,7 +495,7 @@ class _Plan:
         rank = max((v.aval.ndim for v in op.inputs), default=0)
         like = next((v.aval.shape for v in op.inputs if v.aval.ndim == rank), ())
         inputs = [self._operand(v, like if op.name == "eq" else v.aval.shape, env) for v in op.inputs]
-        return batched_bind(op.eqn, inputs, batched) if any(batched) else bind_equation(op.eqn, inputs)
+        return self.level.bind(op.eqn, inputs, batched) if any(batched) else bind_equation(op.eqn, inputs)
 
     def _operand(self, value: Value, shape: Sequence[int], env: dict[Value, Any]) -> Any:
         number = self.known.get(value)

@@ -29,7 +29,7 @@ def unrolled(jaxpr: Any) -> Callable[[Sequence[Any]], list[Any]] | None:
         return None
     loops = _loops(places, closures.values())
     closed = {find(loops, r.group) for c in closures.values() for r in c.runs}
-    contracted = {find(loops, g) for g in places.groups if g.kind == "op" and holds(g.op.eqn, _contracts)}
+    contracted = {find(loops, g) for g in places.groups if g.kind == "op" and holds(g.op.eqn, contracts)}
     rolled = {g for g in places.groups if find(loops, g) in closed & contracted}
     closures = {op: c for op, c in closures.items() if c.runs[0].group in rolled}
     if not closures:
@@ -37,7 +37,8 @@ def unrolled(jaxpr: Any) -> Callable[[Sequence[Any]], list[Any]] | None:
     return lambda arrays: _Emitter(graph, places, rolled, closures).run(arrays)
 
 
-def _contracts(eqn: Any) -> bool:
+def contracts(eqn: Any) -> bool:
+    """Whether an equation is a contraction."""
     return eqn.primitive.name in CONTRACTIONS
 
 

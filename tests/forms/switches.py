@@ -11,7 +11,9 @@ from .form import EXPERTS
 from .loops import loops
 
 
-def _branches(params):
+def branches_of(params):
+    """The experts, each as a function of a token."""
+
     def branch(e):
         return lambda h: jax.nn.silu(h @ params["w1"][e] + params["b1"][e]) @ params["w2"][e]
 
@@ -21,14 +23,14 @@ def _branches(params):
 @loops
 def switch_choices(params, x):
     gate, index = route(params, x)
-    branches = _branches(params)
+    branches = branches_of(params)
     return jax.vmap(lambda h, i, g: sum(g[k] * lax.switch(i[k], branches, h) for k in range(2)))(x, index, gate)
 
 
 @loops
 def switch_vmapped_choices(params, x):
     gate, index = route(params, x)
-    branches = _branches(params)
+    branches = branches_of(params)
     out = jax.vmap(lambda h, i: jax.vmap(lambda one: lax.switch(one, branches, h))(i))(x, index)
     return jnp.einsum("tkd,tk->td", out, gate)
 
@@ -37,7 +39,7 @@ def switch_vmapped_choices(params, x):
 def switch_flattened(params, x):
     """Tokens repeated for each choice."""
     gate, index = route(params, x)
-    out = jax.vmap(lambda h, i: lax.switch(i, _branches(params), h))(jnp.repeat(x, 2, axis=0), index.reshape(-1))
+    out = jax.vmap(lambda h, i: lax.switch(i, branches_of(params), h))(jnp.repeat(x, 2, axis=0), index.reshape(-1))
     return (out.reshape(*index.shape, -1) * gate[..., None]).sum(1)
 
 
@@ -58,7 +60,7 @@ def switch_top1(params, x):
     def layer(h):
         probs = jax.nn.softmax(h @ params["wg"])
         index = jnp.argmax(probs)
-        return probs[index] * lax.switch(index, _branches(params), h)
+        return probs[index] * lax.switch(index, branches_of(params), h)
 
     return jax.vmap(layer)(x)
 
@@ -67,7 +69,7 @@ def switch_top1(params, x):
 def switch_clamped(params, x):
     """An index that need not be one of an expert's: jax takes the nearest expert."""
     index = jnp.round(2 + 3 * x[:, 0]).astype(jnp.int32)
-    return jax.vmap(lambda h, i: lax.switch(i, _branches(params), h))(x, index)
+    return jax.vmap(lambda h, i: lax.switch(i, branches_of(params), h))(x, index)
 
 
 ONE_CHOICE |= {"switch_top1", "switch_clamped"}
