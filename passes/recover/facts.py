@@ -21,6 +21,7 @@ from moe_xla.passes.recover.nodes import (
     Leaf,
     Map,
     Node,
+    Occupant,
     Pad,
     Rank,
     Slice,
@@ -482,6 +483,8 @@ def _sites(graph: Graph, node: Node, kind: str, of_leaf: Callable[[Leaf], frozen
             graph.memo[key] = frozenset({node.site})
         elif isinstance(node, Leaf):
             graph.memo[key] = of_leaf(node)
+        elif isinstance(node, Occupant):  # it is no slot itself
+            graph.memo[key] = frozenset({node.queue.rank.site}) if kind == "taint" and node.queue else frozenset()
         else:
             found = [_sites(graph, f.node, kind, of_leaf) for f in direct_operands(node)]
             graph.memo[key] = frozenset().union(*found)

@@ -38,6 +38,8 @@ def grouping_of(node: Ein) -> Grouping | None:
             continue
         index = weight.args[places[0]]
         assert isinstance(index, Idx)
+        if index.node.queue is not None:
+            continue
         points = set(term_vars(index))
         others = [a for j, a in enumerate(weight.args) if j != places[0] and not isinstance(a, Const)]
         if points & set(others) or len(set(others)) != len(others) or not points <= set(node.out):
@@ -58,6 +60,8 @@ def grouping_of(node: Ein) -> Grouping | None:
 def choices_in(graph: Graph, factor: Factor) -> list[Idx]:
     """The data-dependent place at which a factor is read; none where it is a slot, or where there are several."""
     places = [p for a in factor.args for p in parts_of(a) if isinstance(p, Idx) and p.size > 1]
+    if any(p.node.queue is not None for p in places):
+        return []  # another assignment, not an expert
     return places if len(places) == 1 and not depends_on_rank(graph, places[0].node) else []
 
 

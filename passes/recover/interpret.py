@@ -568,6 +568,8 @@ class Recovery:
         """Whether an operation on arrays is worth a definition: of indices, masks and literals."""
         if step.name in STRUCTURAL or _picks_choices(step) or _picks_experts(step):
             return True
+        if step.name == "sharding_constraint":
+            return is_integer(step.inputs[0].dtype)
         if step.name not in ELEMENTWISE and step.name not in _JOINING:
             return False
         if all(w.value is not None and literal(w.value.factor) is not None for w in step.inputs):
@@ -637,14 +639,19 @@ class Recovery:
         value = given.value
         if value is None or not value.is_plain:
             return
-        if step.name == "sort":
-            if iota_axis(value) == step.eqn.params["dimension"]:
-                self.graph.distinct[node] = step.eqn.params["dimension"]
-                self._note_order(step, node)
+        axes = value.pieces[0].axes
+        if step.name == "sort" and iota_axis(value) == step.eqn.params["dimension"]:
+            self.graph.distinct[node] = step.eqn.params["dimension"]
+            self._note_order(step, node)
             return
-        fact, axes = distinct_of(self.graph, value.factor), value.pieces[0].axes
+        if step.name == "rev" and iota_axis(value) is not None:
+            self.graph.distinct[node] = axes.index(value.factor.args[0])
+            return
+        fact = distinct_of(self.graph, value.factor)
         if fact is not None and fact.along in axes:
-            self.graph.distinct[node] = axes.index(fact.along)
+            axis = axes.index(fact.along)
+            if step.name != "sort" or axis == step.eqn.params["dimension"]:
+                self.graph.distinct[node] = axis
 
     def _note_order(self, step: Step, node: Node) -> None:
         """What an order sorts; the order that sorts a permutation is its inverse."""

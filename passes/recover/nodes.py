@@ -44,7 +44,7 @@ _ordinals = itertools.count()
 class Node:
     """An array defined in index notation.  Compared by identity: `Graph` makes equal definitions one object."""
 
-    __slots__ = ("__weakref__", "dtype", "inverse", "ordinal", "origin", "shape", "wire_taint")
+    __slots__ = ("__weakref__", "dtype", "inverse", "is_queued", "ordinal", "origin", "queue", "shape", "wire_taint")
 
     kind = "node"
 
@@ -55,6 +55,9 @@ class Node:
         self.origin: Any = None
         # (node, axis) of the permutation along an axis that undoes this one
         self.inverse: tuple[Node, int] | None = None
+        # of which queue this node tells who stands there, and whether there is one that tells it of this index
+        self.queue: Queue | None = None
+        self.is_queued = False
 
     def __repr__(self) -> str:
         return f"{self.kind}{self.ordinal}"
@@ -200,6 +203,38 @@ class Rank(Node):
 
     def bind(self, args: Sequence[Term]) -> dict[Var, Term]:
         return dict(zip(self.batch + self.order, args[:-1], strict=True))
+
+
+class Occupant(Node):
+    """Who stands at a position, counted from 0, of an expert's queue: the place of that assignment on one axis of the
+    queue's order.
+
+    Axes are the queue's batch + (expert, position); where nobody stands it is 0.
+    """
+
+    __slots__ = ("axis",)
+    kind = "occupant"
+
+    def __init__(self, queue: Queue, axis: int):
+        rank = queue.rank
+        super().__init__([*(v.size for v in rank.batch), rank.index.size, queue.length], np.dtype(np.int32))
+        self.queue = queue
+        self.axis = axis
+
+
+class Queue:
+    """The first `length` positions of the queues of a rank, and who stands there: a node for each axis of the order."""
+
+    def __init__(self, rank: Rank, length: int):
+        self.rank = rank
+        self.length = length
+        self.occupants = [Occupant(self, axis) for axis in range(len(rank.order))]
+
+    def at(self, place: Sequence[Term]) -> dict[Var, Term]:
+        """What the variables of the rank are for the assignment that stands at `place`: batch + (expert, position)."""
+        names: dict[Var, Term] = dict(zip(self.rank.batch, place, strict=False))
+        names.update({v: Idx(o, tuple(place), v.size) for v, o in zip(self.rank.order, self.occupants, strict=True)})
+        return names
 
 
 class Ends(Node):
@@ -761,6 +796,17 @@ class Graph:
         key = ("rank", index_c, b, o, m, guards_c, str(dtype))
         node = self._cons(key, lambda: self._queue(Rank(index_c, b, o, m, guards_c, dtype, site)))  # type: ignore[arg-type]
         return Factor(node, (*batch, *order))
+
+    def queue(self, rank: Rank, length: int) -> Queue:
+        """Who stands at the first positions of a queue to which each step of its order adds at most one assignment."""
+        assert not rank.many
+        key = ("queue", rank, length)
+        if key not in self.memo:
+            found = self.memo[key] = Queue(rank, length)
+            self.bounds.update({o: rank.order[o.axis].size for o in found.occupants})
+            rank.index.node.is_queued = True
+        queue: Queue = self.memo[key]
+        return queue
 
     def _queue(self, rank: Rank) -> Rank:
         self.queues.append(rank)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jax import numpy as jnp
 
-from moe_xla.passes.recover.nodes import Ein, Iota, Leaf, Lit, Map, Node, Pad, Rank, Slice, is_boolean
+from moe_xla.passes.recover.nodes import Ein, Iota, Leaf, Lit, Map, Node, Occupant, Pad, Rank, Slice, is_boolean
 from moe_xla.passes.recover.terms import Const, Factor, Flat, Idx, Term, Var, has_idx
 from moe_xla.passes.recover.values import Piece, Value
 
@@ -129,6 +129,8 @@ class Reference:
             return self._window(node)
         if isinstance(node, Rank):
             return self._rank(node)
+        if isinstance(node, Occupant):
+            return self._occupant(node)
         assert isinstance(node, Ein)
         piece = Piece(node.out, node.factors, node.coef, node.equalities, node.guards)
         if node.reducer == "max":
@@ -156,3 +158,16 @@ class Reference:
         counts = mask.astype(np.int64).sum(axis=tuple(range(len(node.batch) + len(node.order), len(variables))))
         flat = counts.reshape(*(v.size for v in node.batch), -1, node.index.size)
         return flat.cumsum(axis=len(node.batch)).reshape(node.shape).astype(node.dtype)
+
+    def _occupant(self, node: Occupant) -> np.ndarray:
+        assert node.queue is not None
+        rank, places = node.queue.rank, np.zeros(node.shape, node.dtype)
+        variables = rank.batch + rank.order
+        counts = self.read(Factor(rank, (*variables, rank.index)), variables)
+        expert = np.broadcast_to(self.read(rank.index.factor, variables), counts.shape)
+        for point in np.ndindex(*counts.shape):
+            held = all(np.broadcast_to(self.read(g, variables), counts.shape)[point] for g in rank.guards)
+            position = int(counts[point]) - 1
+            if held and 0 <= expert[point] < rank.index.size and position < node.shape[-1]:
+                places[(*point[: len(rank.batch)], expert[point], position)] = point[len(rank.batch) + node.axis]
+        return places

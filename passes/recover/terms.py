@@ -201,9 +201,13 @@ def substitute(term: Term, mapping: Substitution) -> Term:
         return term
     if isinstance(term, Flat):
         return flatten(substitute(p, mapping) for p in term.parts)
-    args = substitute_all(term.args, mapping)
-    undone = _undone(term.node, args)
-    return Idx(term.node, args, term.size) if undone is None else undone
+    return place_of(term.node, substitute_all(term.args, mapping), term.size)
+
+
+def place_of(node: Node, args: tuple[Term, ...], size: int) -> Term:
+    """The place that an index gives at `args`, or the term that it is known to be there."""
+    known = _undone(node, args) or _expert_of_occupant(node, args)
+    return Idx(node, args, size) if known is None else known
 
 
 def _undone(node: Node, args: tuple[Term, ...]) -> Term | None:
@@ -216,6 +220,19 @@ def _undone(node: Node, args: tuple[Term, ...]) -> Term | None:
         return None
     rest = [i for i in range(len(args)) if i != axis]
     return place.args[axis] if all(args[i] == place.args[i] for i in rest) else None
+
+
+def _expert_of_occupant(node: Node, args: tuple[Term, ...]) -> Term | None:
+    """What an index gives of the assignment that stands in an expert's queue: that expert."""
+    if not node.is_queued:
+        return None
+    for place in args:
+        queue = place.node.queue if isinstance(place, Idx) else None
+        if queue is not None and queue.rank.index.node is node:
+            assert isinstance(place, Idx)
+            there = substitute_all(queue.rank.index.args, queue.at(place.args))
+            return place.args[-2] if there == args else None
+    return None
 
 
 def with_indices(term: Term, change: Callable[[Factor], Factor]) -> Term:

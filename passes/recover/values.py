@@ -68,6 +68,7 @@ from moe_xla.passes.recover.terms import (
     fresh_axis,
     has_idx,
     parts_of,
+    place_of,
     substitute,
     substitute_all,
     substitute_factor,
@@ -215,7 +216,7 @@ def resolve(term: Term, solved: dict[Var, Term]) -> Term:
         return term
     if isinstance(term, Flat):
         return flatten(resolve(p, solved) for p in term.parts)
-    return Idx(term.node, tuple(resolve(a, solved) for a in term.args), term.size)
+    return place_of(term.node, tuple(resolve(a, solved) for a in term.args), term.size)
 
 
 def unify(a: Term, b: Term, solved: dict[Var, Term], equal: set[tuple[Idx, Term]]) -> None:
@@ -363,6 +364,9 @@ def _discharge(
     if _discharge_rank(graph, a, b, equal, held, solved):
         equal.discard(pair)
         return True
+    if _discharge_clamped(graph, a, b, equal, held, solved) or _discharge_clamped(graph, b, a, equal, held, solved):
+        equal.discard(pair)
+        return True
     return _are_equal_choices(graph, a, b, solved)
 
 
@@ -429,6 +433,55 @@ def _discharge_rank(
         return False
     solved.update(trial)
     return True
+
+
+def _discharge_clamped(
+    graph: Graph,
+    own: Idx,
+    place: Idx,
+    equal: set[tuple[Idx, Term]],
+    held: frozenset[Factor],
+    solved: dict[Var, Term],
+) -> bool:
+    """An own position that equals one of the same queue brought below a limit: it is that of who stands there.
+
+    Positions of a queue are 0, 1, … up to that of its last assignment, so somebody stands at each one below another.
+    """
+    clamped = _limited(place)
+    mine = rank_of(graph, own.factor) if clamped is not None else None
+    if clamped is None or mine is None or mine.rank.many:
+        return False
+    limit, other = clamped
+    theirs = rank_of(graph, other)
+    if theirs is None or mine.rank is not theirs.rank or not _known_equal(graph, mine.expert, theirs.expert, equal):
+        return False
+    for fact in (mine, theirs):
+        counted = fact.is_own(graph) and all(holds(graph, g, held) for g in fact.guards)
+        if not counted or fact.others or fact.constant != -1:
+            return False
+    if not all(same_term(graph, x, y) for x, y in zip(mine.batch, theirs.batch, strict=True)):
+        return False
+    queue, position = graph.queue(mine.rank, limit + 1), Idx(place.node, place.args, limit + 1)
+    there = queue.at((*theirs.batch, theirs.expert, position))
+    extra: set[tuple[Idx, Term]] = set()
+    trial = dict(solved)
+    for mine_there, v in zip(mine.order, mine.rank.order, strict=True):
+        unify(mine_there, there[v], trial, extra)
+    if not extra:
+        solved.update(trial)
+    return not extra
+
+
+def _limited(place: Idx) -> tuple[int, Factor] | None:
+    """(limit, position) of `min(position, limit)`, a whole number that is not below zero."""
+    least = unconverted(place.factor)
+    if not is_map(least, "min"):
+        return None
+    for bound, other in (operands_at(least), operands_at(least)[::-1]):
+        value = literal(bound)
+        if value is not None and value >= 0 and value == int(value):
+            return int(value), other
+    return None
 
 
 def align(
@@ -689,7 +742,7 @@ def under_guards(graph: Graph, factor: Factor, held: frozenset[Factor]) -> Facto
                 return under_guards(graph, other, held)
     if node.name == "min" and any(_is_below(graph, op, ops[1 - i], held) for i, op in enumerate(ops)):
         return under_guards(graph, next(op for i, op in enumerate(ops) if _is_below(graph, op, ops[1 - i], held)), held)
-    if node.name in ("convert_element_type", "add", "sub", "add_any", "mul"):
+    if node.name in ("convert_element_type", "add", "sub", "add_any", "mul", "min", "max"):
         changed = [under_guards(graph, op, held) for op in ops]
         if changed != ops:
             return graph.map(node.prim, node.params, changed, node.dtype)

@@ -136,10 +136,32 @@ def by_priority_scattered(params, x, capacity):
     return rows.reshape(TOKENS, CHOICES, MODEL).sum(1), {}
 
 
+def by_priority_in_order(params, x, capacity, *, take):
+    """Rows are dispatched in the order, and their experts and slots brought back."""
+    gate, index, _ = composed.softmax_normalised(params, x, CHOICES)
+    order = jnp.argsort(gate[:, 0], descending=True)
+    back, expert = jnp.argsort(order), index[order]
+    slot = composed.positions(composed.Parts(), expert)
+    rows = x[order][:, None].repeat(CHOICES, 1)
+    buffer = jnp.zeros((EXPERTS, capacity, MODEL), x.dtype).at[expert, slot].set(rows, mode="drop")
+    return jnp.einsum("tkd,tk->td", take(composed.gated(params, buffer), expert[back], slot[back]), gate), {}
+
+
+def _filled(out, expert, slot):
+    return out.at[expert, slot].get(mode="fill", fill_value=0)
+
+
+def _visible(out, expert, slot):
+    """Who overflows is given the row of the last slot."""
+    return out[expert, slot]
+
+
 for _name, _layer, _pattern in (
     ("gathered", functools.partial(by_priority, take=_gathered), "einsum_dispatch"),
     ("along_axis", functools.partial(by_priority, take=_along_axis), "einsum_dispatch"),
     ("scattered", by_priority_scattered, "scatter_dispatch"),
+    ("in_order", functools.partial(by_priority_in_order, take=_filled), "scatter_dispatch"),
+    ("visible", functools.partial(by_priority_in_order, take=_visible), "scatter_dispatch"),
 ):
     form(
         f"priority_{_name}",

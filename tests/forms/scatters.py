@@ -97,6 +97,11 @@ def _taken(out, weight, e, slot, capacity):
     return rows * (weight * keep)[:, None]
 
 
+def _visible(out, weight, e, slot, capacity):
+    """A slot out of range reads the last one: who overflows is given the row of another token."""
+    return out[e, slot] * weight[:, None]
+
+
 def _tokens_summed(rows):
     return rows.reshape(-1, CHOICES, MODEL).sum(axis=1)
 
@@ -127,6 +132,7 @@ FORMS = {
     "over_choices": (_over_choices, _fill, {}),
     "segments": (_drop, _masked, {"summed": _segments_summed}),
     "gated": (_drop, _fill, {"experts": composed.gated}),
+    "visible": (_drop, _visible, {}),
 }
 
 for _name, (_dispatch, _combine, _rest) in FORMS.items():
@@ -149,5 +155,19 @@ for _name, (_dispatch, _combine, _rest) in FORMS.items():
 )
 def scatter_groups(params, x, capacity):
     layer = functools.partial(scattered, dispatch=_drop, combine=_fill, experts=composed.gated)
+    y, aux = jax.vmap(lambda rows: layer(params, rows, capacity))(x)
+    return y, {"balance": aux["balance"].mean()}
+
+
+@form(
+    "scatter_groups_visible",
+    "a vmap over groups of a layer in which who overflows is given the row of another token",
+    choices=CHOICES,
+    grouped=True,
+    pattern="scatter_dispatch",
+    dense=dense_of(composed.softmax_normalised, composed.gated, CHOICES),
+)
+def scatter_groups_visible(params, x, capacity):
+    layer = functools.partial(scattered, dispatch=_drop, combine=_visible, experts=composed.gated)
     y, aux = jax.vmap(lambda rows: layer(params, rows, capacity))(x)
     return y, {"balance": aux["balance"].mean()}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import moe_xla
-from tests.forms import FORMS, Form, composed
+from tests.forms import FORMS, Form, composed, scatters
 from tests.forms.check import QUICK, assert_close, quick_jit, rewrite_and_run, site_errors, tolerance
 from tests.forms.composed import Parts
 from tests.forms.form import HIDDEN, MODEL, init_params, mixed_loss
@@ -211,6 +211,31 @@ def test_constraints_on_the_buffers(semantics):
         return jax.lax.with_sharding_constraint(composed.biased(params, buffer), placed)
 
     _assert_grouped(Parts(experts=experts), lambda y, aux: mixed_loss(y, aux), semantics)
+
+
+@every_semantics
+@pytest.mark.usefixtures("x64")
+def test_constraints_on_the_routing(semantics):
+    """Experts and positions that a program lays out over a mesh before it reads rows by them are what they were."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("token",))
+    placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("token"))
+    form = FORMS["scatter_drop"]
+
+    def layer(params, x, capacity):
+        def combine(out, weight, expert, slot, capacity):
+            where = [jax.lax.with_sharding_constraint(a, placed) for a in (expert, slot)]
+            return scatters._fill(out, weight, *where, capacity)
+
+        return scatters.scattered(params, x, capacity, dispatch=scatters._drop, combine=combine)
+
+    def step(capacity):
+        return jax.value_and_grad(lambda params, x: mixed_loss(*layer(params, x, capacity)), argnums=(0, 1))
+
+    inputs = form.inputs(jnp.float64)
+    outcome = rewrite_and_run(form, step(form.tight), semantics, inputs)
+    assert not [*site_errors(form, outcome.sites, semantics), *outcome.slot_arrays]
+    expected = quick_jit(step(form.tight if semantics == "exact" else form.loose))(*inputs)
+    assert_close(outcome.outputs, expected, 1e-11)
 
 
 @pytest.mark.usefixtures("x64")

@@ -1077,7 +1077,47 @@ def _take_promised(out, e, slot):
     return out.at[e, jnp.minimum(slot, out.shape[1] - 1)].get(mode="promise_in_bounds")
 
 
+def padded_scatter(take, weight_of):
+    """Every fifth token is padding and takes no slot, but may read one."""
+
+    def layer(params, x, capacity):
+        gate, index, _ = composed.softmax_normalised(params, x, 2)
+        valid = jnp.repeat(jnp.arange(len(x)) % 5 != 0, 2)
+        e = index.reshape(-1)
+        queue = _hot(e) * valid[:, None]
+        counted = jnp.take_along_axis(jnp.cumsum(queue, axis=0), e[:, None], axis=1)[:, 0]
+        slot = jnp.where(valid, counted - 1, capacity)
+        buffer = _put(jnp.zeros((EXPERTS, capacity, MODEL), x.dtype), e, slot, jnp.repeat(x, 2, axis=0))
+        rows = take(composed.biased(params, buffer), e, slot, counted - 1)
+        return (rows * (gate.reshape(-1) * weight_of(valid))[:, None]).reshape(-1, 2, MODEL).sum(1), {}
+
+    return layer
+
+
+PADDED = {
+    "masked": padded_scatter(lambda out, e, slot, counted: _take_last(out, e, slot), lambda valid: valid),
+    "masked_counted": padded_scatter(lambda out, e, slot, counted: _take_last(out, e, counted), lambda valid: valid),
+    "seen": padded_scatter(lambda out, e, slot, counted: _take_last(out, e, slot), jnp.ones_like),
+    "seen_counted": padded_scatter(lambda out, e, slot, counted: _take_last(out, e, counted), jnp.ones_like),
+    "first_only": padded_scatter(
+        lambda out, e, slot, counted: jnp.where((jnp.arange(len(e)) % 2 == 0)[:, None], _take_last(out, e, counted), 0),
+        lambda valid: valid,
+    ),
+}
+
+
+def _behind_first(index):
+    return _offset(lambda first, second: first.sum(0))(index)
+
+
 SCATTERED = {
+    "take_beyond": _scattered(_put, lambda out, e, slot: _take(out, e, jnp.minimum(slot, out.shape[1] + 2))),
+    "take_last_or_next": _scattered(_put, lambda out, e, slot: out[e, jnp.minimum(slot + 1, out.shape[1] - 1)]),
+    "take_last_behind_first": _scattered(_put, _take_last, position=_behind_first),
+    "take_last_per_choice": _scattered(_put, _take_last, position=_per_choice),
+    "take_last_of_next": _scattered(_put, lambda out, e, slot: _take_last(out, (e + 1) % EXPERTS, slot)),
+    "put_spare_take_last": _scattered(_put_spare, _take_last),
+    **{f"padded_{name}": layer for name, layer in PADDED.items()},
     "put_last": _scattered(_put_last, _take),
     "add_last": _scattered(lambda z, e, slot, rows: z.at[e, jnp.minimum(slot, z.shape[1] - 1)].add(rows), _take),
     "put_spare": _scattered(_put_spare, _take),

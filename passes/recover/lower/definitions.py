@@ -26,6 +26,7 @@ from moe_xla.passes.recover.nodes import (
     Lit,
     Map,
     Node,
+    Occupant,
     Pad,
     Rank,
     Slice,
@@ -37,6 +38,7 @@ from moe_xla.passes.recover.terms import (
     Idx,
     Term,
     Var,
+    flatten,
     parts_of,
     substitute_factor,
     vars_of,
@@ -64,6 +66,8 @@ class DefinitionEmitter(Emitter):
             return lax.iota(node.dtype, node.shape[0])
         if isinstance(node, Rank):
             return self._rank_table(node)
+        if isinstance(node, Occupant):
+            return self._occupant(node, node.variables, node.variables)
         if isinstance(node, Ends):
             return lax.cumsum(jnp.asarray(self.node(node.count)), axis=node.axis)
         layout = self.layout(node)
@@ -128,25 +132,68 @@ class DefinitionEmitter(Emitter):
 
     def _queue_positions(self, node: Rank, variables: tuple[Var, ...]) -> Any:
         """How many assignments are counted up to each one, in its own queue, whether it is counted itself or not."""
+        routing, sizes = self._queue_plan(node, ()), [v.size for v in variables]
+        held = self.conditions(node.guards, variables, [math.prod(sizes)])
+        positions = ops.rank(routing) + 1 if held is None else _counted(routing, held)
+        return lax.convert_element_type(positions.reshape(sizes), node.dtype)
+
+    def _queue_plan(self, node: Rank, guards: Sequence[Factor]) -> ops.Plan:
+        """Assignments sorted by queue, as the rank counts them; those that fail a condition stand in none."""
+        variables = node.batch + node.order + node.many
         sizes = [v.size for v in variables]
         index = lax.convert_element_type(spread(self.fetch(node.index.factor, variables), sizes), np.int32)
         experts = node.index.size
         valid = lax.bitwise_and(lax.ge(index, np.int32(0)), lax.lt(index, np.int32(experts)))
+        held = self.conditions(guards, variables, sizes)
+        valid = valid if held is None else lax.bitwise_and(valid, held)
         queues = math.prod(v.size for v in node.batch)
         if queues > 1:
             offset = lax.iota(np.int32, queues).reshape(
                 [v.size for v in node.batch] + [1] * (len(sizes) - len(node.batch))
             )
             index = lax.add(index, spread(offset * np.int32(experts), sizes))
-        routing = ops.plan(lax.select(valid, index, lax.full_like(index, queues * experts)), queues * experts)
-        held = self.conditions(node.guards, variables, [math.prod(sizes)])
-        positions = ops.rank(routing) + 1 if held is None else _counted(routing, held)
-        return lax.convert_element_type(positions.reshape(sizes), node.dtype)
+        return ops.plan(lax.select(valid, index, lax.full_like(index, queues * experts)), queues * experts)
+
+    def _occupant(self, node: Occupant, args: Sequence[Term], variables: Sequence[Var]) -> Any:
+        """Who stands at a position of a queue: the row as far behind the expert's first one."""
+        assert node.queue is not None
+        rank = node.queue.rank
+        if self.recovery.session.is_dropless(rank.site):
+            reason = "reads the row of the last slot for positions that exceed the capacity"
+            raise Refusal(frozenset({rank.site}), reason, self.asker())
+        key = ("queue", rank)
+        if key not in self.rows:
+            self.rows[key] = self._queue_plan(rank, rank.guards)
+        routing = self.rows[key]
+        first = lax.sub(lax.cumsum(routing.group_sizes), routing.group_sizes)
+        queue = self._number(flatten(args[:-1]), math.prod(node.shape[:-1]), variables)
+        position = self._number(args[-1], node.shape[-1], variables)
+        row = lax.add(*matched(take_rows(first, queue), position))
+        who = take_rows(routing.permutation, lax.min(row, np.int32(routing.permutation.size - 1)))
+        inner = math.prod(v.size for v in rank.order[node.axis + 1 :])
+        return lax.rem(lax.div(who, np.int32(inner)), np.int32(rank.order[node.axis].size))
+
+    def _number(self, term: Term, size: int, variables: Sequence[Var]) -> Any:
+        """A place as an array of numbers on its axis; those out of range, which nobody asks for, as the nearest."""
+        if isinstance(term, Idx):
+            place = lax.convert_element_type(jnp.asarray(self.fetch(term.factor, variables)), np.int32)
+            return lax.clamp(np.int32(0), place, np.int32(size - 1))
+        if isinstance(term, Const):
+            return np.full([1] * len(variables), term.value, np.int32)
+        if isinstance(term, Var):
+            return arranged(lax.iota(np.int32, size), (term,), variables)
+        number: Any = np.zeros([1] * len(variables), np.int32)
+        for part in term.parts:
+            digit = self._number(part, part.size, variables)
+            number = lax.add(*matched(lax.mul(number, np.int32(part.size)), digit))
+        return number
 
     def fetch(self, factor: Factor, variables: Sequence[Var]) -> Any:
         """A factor as an array whose axes are `variables` (length 1 where the factor does not depend on one)."""
         if isinstance(factor.node, Lit):
             return np.asarray(factor.node.value).reshape([1] * len(variables))
+        if isinstance(factor.node, Occupant):
+            return self._occupant(factor.node, factor.args, variables)
         own = self._own_rank(factor)
         if own is not None:
             return self._read(own[0], own[1], variables)

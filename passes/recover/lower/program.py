@@ -334,6 +334,8 @@ class Lowering(SumEmitter):
 
     def _refuse_dense(self, wire: Wire) -> None:
         asker = self.asker()
+        if wire.value is not None and any(p.equalities for p in wire.value.pieces):
+            raise Refusal(wire.dense, "slots that are not provably the same or different", wire.step)
         if asker is None:
             raise Refusal(wire.dense, "the work of every expert is a result of the step", wire.step)
         raise Refusal(wire.dense, asker.refusal or f"{asker.name} needs the work of every expert", asker)

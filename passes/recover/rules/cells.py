@@ -15,9 +15,22 @@ import numpy as np
 from moe_xla.passes.recover.nodes import Graph
 from moe_xla.passes.recover.rules.lists import used_entries
 from moe_xla.passes.recover.rules.table import Context
-from moe_xla.passes.recover.terms import UNIT, Const, Factor, Var, fresh_axis, has_idx, vars_of
+from moe_xla.passes.recover.terms import (
+    UNIT,
+    Const,
+    Factor,
+    Idx,
+    Term,
+    Var,
+    fresh,
+    fresh_axis,
+    has_idx,
+    substitute,
+    vars_of,
+)
 from moe_xla.passes.recover.values import (
     Contradiction,
+    Equalities,
     NoRule,
     Piece,
     Value,
@@ -183,9 +196,8 @@ def _joint(
             order = sorted(chosen)
             others = [chosen[i] for i in order]
             renamed = candidate.renamed()
-            groups = [[(0, a), (len(others), a)] for a in range(len(renamed.axes))]
             try:
-                solved, rest = align(graph, [*others, renamed], groups)
+                others, renamed, solved, rest = _aligned(graph, others, renamed)
             except Contradiction:
                 continue
             moved = renamed.substitute(solved)
@@ -215,6 +227,43 @@ def _joint(
             data = graph.select(graph.logical_and(extra), data, read(graph, backgrounds[j], anchor.axes))
         factors.append(data)
     return Piece(anchor.axes, (graph.map(prim, params, factors, dtype),), 1, frozenset(), common)
+
+
+def _aligned(graph: Graph, others: list[Piece], piece: Piece) -> tuple[list[Piece], Piece, dict[Var, Term], Equalities]:
+    """Pieces, in the same variables, and one at the same places, with what unification makes of their variables.
+
+    Where it is a permutation of another one, as for tokens in an order of priority and tokens, the cells are counted in
+    that order instead.
+    """
+    groups = [[(0, a), (len(others), a)] for a in range(len(piece.axes))]
+    solved, rest = align(graph, [*others, piece], groups)
+    for _ in piece.variables:
+        counted = _in_order(solved)
+        if counted is None or not all(_stay_apart(p.variables, counted) for p in (*others, piece)):
+            break
+        others, piece = [p.substitute(counted) for p in others], piece.substitute(counted)
+        solved, rest = align(graph, [*others, piece], groups)
+    return others, piece, solved, rest
+
+
+def _in_order(solved: dict[Var, Term]) -> dict[Var, Term] | None:
+    """A variable that a permutation is read at, as what the inverse permutation gives of another variable.
+
+    Variables that are one are given one name, so that a permutation of each group is read in its own.
+    """
+    for image in solved.values():
+        if isinstance(image, Idx) and image.node.inverse is not None:
+            inverse, axis = image.node.inverse
+            place = image.args[axis]
+            if isinstance(place, Var):
+                args = (*image.args[:axis], fresh(place.size), *image.args[axis + 1 :])
+                counted: dict[Var, Term] = {place: Idx(inverse, args, place.size)}
+                return {**{v: substitute(t, counted) for v, t in solved.items() if isinstance(t, Var)}, **counted}
+    return None
+
+
+def _stay_apart(variables: Sequence[Var], names: dict[Var, Term]) -> bool:
+    return len({names.get(v, v) for v in variables}) == len(variables)
 
 
 def _with_background(

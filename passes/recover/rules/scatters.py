@@ -116,10 +116,7 @@ def _placed(context: Context, eqn: Any, shape: Sequence[int], columns: Sequence[
         elif d in indexed:
             if own is not None and own.size > 1:
                 raise NoRule("a scatter of windows")
-            place, conditions = peeled(graph, indexed[d], size)
-            bound = bound_of(graph, place)
-            if clips and (conditions or bound is None or bound > size):
-                raise NoRule("a scatter that moves what is out of range")
+            place, conditions = (_nearest(graph, indexed[d], size), []) if clips else peeled(graph, indexed[d], size)
             guards += conditions
             axes.append(_place(graph, place, size, frozenset(guards)))
         elif d in batched:
@@ -374,6 +371,14 @@ def _in_mode(graph: Graph, eqn: Any, index: Factor, size: int) -> Factor:
         return index
     if mode == GatherScatterMode.PROMISE_IN_BOUNDS and np.dtype(dtype).kind == "u":
         return index  # the numbers by which the gradient of `.at[].set` finds out whose row was written last
+    return _nearest(graph, index, size)
+
+
+def _nearest(graph: Graph, index: Factor, size: int) -> Factor:
+    """The place on an axis that is nearest to an index."""
+    bound, dtype = bound_of(graph, index), index.node.dtype
+    if bound is not None and bound <= size:
+        return index
     if not is_nonnegative(graph, index):
-        index = graph.map(prims.max_p, {}, [index, graph.lit(0, index.node.dtype)], index.node.dtype)
-    return graph.map(prims.min_p, {}, [index, graph.lit(size - 1, index.node.dtype)], index.node.dtype)
+        index = graph.map(prims.max_p, {}, [index, graph.lit(0, dtype)], dtype)
+    return graph.map(prims.min_p, {}, [index, graph.lit(size - 1, dtype)], dtype)

@@ -11,7 +11,7 @@ import jax.extend.core.primitives as prims
 import numpy as np
 
 from moe_xla.passes.recover.facts import depends_on_rank
-from moe_xla.passes.recover.nodes import Ends, Graph, Slice, is_floating, is_integer
+from moe_xla.passes.recover.nodes import Ends, Graph, Slice, is_boolean, is_floating, is_integer
 from moe_xla.passes.recover.rules.elementwise import apply
 from moe_xla.passes.recover.rules.table import Context, rule
 from moe_xla.passes.recover.terms import (
@@ -66,8 +66,15 @@ def broadcast(context: Context, eqn: Any, value: Value, *dynamic: Value) -> Valu
 
 @rule("sharding_constraint", "optimization_barrier")
 def same(context: Context, eqn: Any, *values: Value) -> list[Value]:
-    """What is asked of a buffer that is not built any more is asked of nobody; ordinary arrays keep their equation."""
-    if all(v.is_plain for v in values):
+    """What is asked of a buffer that is not built any more is asked of nobody; ordinary arrays keep their equation.
+
+    Experts and positions are still known for what they are where it is asked of them how they are laid out.
+    """
+    placed = [v.factor.node for v in values if v.is_plain]
+    is_index = eqn.primitive.name == "sharding_constraint" and all(
+        is_integer(n.dtype) or is_boolean(n.dtype) or depends_on_rank(context.graph, n) for n in placed
+    )
+    if len(placed) == len(values) and not is_index:
         raise NoRule(f"{eqn.primitive.name} of ordinary arrays")
     return list(values)
 
