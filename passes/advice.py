@@ -34,6 +34,10 @@ _ADVICE = (
         "apply dropout and other operations that draw or read slots to the tokens, before or after the experts",
     ),
     (
+        "not provably unique in a scatter",
+        "let what overflows be dropped, by an index out of range and mode='drop', or add rows that a mask makes zero",
+    ),
+    (
         "not provably unique",
         "count positions by one cumulative sum of the one-hots of the expert index, later choices behind earlier ones",
     ),
@@ -43,7 +47,6 @@ _ADVICE = (
     ),
     ("index that is no queue position", "write rows to [expert, position] and read them from there"),
     ("not zero out of range", "read with .at[...].get(mode='fill', fill_value=0)"),
-    ("moves what is out of range", "scatter with mode='drop'"),
     ("matrix of an expert for every assignment", "contract gathered weights with rows at once, and with nothing else"),
     ("is run as written", "move the layer out of this body, or use lax.scan or jax.checkpoint"),
     ("is not looked for", "name the pattern in patterns="),
@@ -51,7 +54,7 @@ _ADVICE = (
     ("no rule for sharding_constraint", "constrain the layer's input and output rather than its buffers"),
     (
         "weighted rows",
-        "count positions by a cumulative sum of one-hots that hold 0 and 1 only, as integers or truth values",
+        "say in the step that the weights are 0 and 1, as by (paddings > 0).astype(x.dtype), or pass truth values",
     ),
     ("group sizes inside a shard_map", "cast the group sizes to int32"),
     ("is an algorithm", "give the precision as a jax.lax.Precision"),

@@ -23,6 +23,16 @@ def does_work_of_every_expert(program: jex.core.ClosedJaxpr, wires: Iterable[Any
     return any(_sizes(eqn.outvars[0].aval.shape) in sizes for eqn in _dots(program.jaxpr))
 
 
+def does_work_by_expert(program: jex.core.ClosedJaxpr, experts: int) -> bool:
+    """Whether a program multiplies matrices of so many experts, each with rows of its own."""
+    return any(experts in eqn.outvars[0].aval.shape[: len(_batch(eqn))] for eqn in _dots(program.jaxpr))
+
+
+def _batch(eqn: Any) -> tuple[int, ...]:
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    return tuple(batch)
+
+
 def _sizes(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(n for n in shape if n != 1))
 

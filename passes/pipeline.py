@@ -27,7 +27,7 @@ from absl import logging
 from moe_xla.passes._jax import array_type
 from moe_xla.passes.advice import advice_for
 from moe_xla.passes.apart import with_bodies_apart
-from moe_xla.passes.leftover import does_work_of_every_expert
+from moe_xla.passes.leftover import does_work_by_expert, does_work_of_every_expert
 from moe_xla.passes.probe import Outcome, Plan, probe
 from moe_xla.passes.recover.facts import assignments_of, choices_of, distinct_of
 from moe_xla.passes.recover.grouping import leaves_of
@@ -298,10 +298,12 @@ def _rewritten(
             _step_down(session, refusal, modes, denials, options.semantics)
         elif isinstance(result, _Emission):
             sites = _sites(layers, modes, denials, options, result, outcomes)
+            sites = _with_weighted(closed, session, sites, options)
             in_order = tuple(outcomes.get(key) for key in _wanted(layers, options))
             return Rewritten(_evaluator(closed, result), sites, in_order)
         else:
-            return Rewritten(as_written, _sites(layers, modes, denials, options, None))
+            sites = _sites(layers, modes, denials, options, None)
+            return Rewritten(as_written, _with_weighted(closed, session, sites, options))
 
 
 def _budget(closed: jex.core.ClosedJaxpr) -> int:
@@ -515,6 +517,27 @@ def _by_layer(session: Session, table: Sequence[tuple[Any, Any]]) -> dict[Any, l
         for root in {session.root(s) for s in session.sites_of(key)}:
             result.setdefault(root, []).append(entry)
     return result
+
+
+def _with_weighted(
+    closed: jex.core.ClosedJaxpr, session: Session, sites: tuple[Site, ...], options: PassOptions
+) -> tuple[Site, ...]:
+    """The sites, and the layers whose queues are counts of weighted rows: those are why their slots are not unique."""
+    for path in sorted(session.placed):
+        count = session.weighted[path]
+        if "einsum_dispatch" not in options.patterns or not does_work_by_expert(closed, count.experts):
+            continue
+        reason, source = count.step.refusal, describe(count.step.source)
+        why = {"reason": reason, "primitive": count.step.name, "reason_source": source, "advice": advice_for(reason)}
+        unproved = [
+            s for s in sites if s.status == KEPT and s.experts == count.experts and "provably" in (s.reason or "")
+        ]
+        if unproved:
+            sites = tuple(dataclasses.replace(s, **why) if s in unproved else s for s in sites)
+        elif not any(s.reason == reason and s.experts == count.experts for s in sites):
+            found = Site(KEPT, "einsum_dispatch", source=source, experts=count.experts, **why)
+            sites = (*sites, dataclasses.replace(found, tokens=count.assignments, choices=1))
+    return sites
 
 
 def _evaluator(closed: jex.core.ClosedJaxpr, emission: _Emission) -> Callable[..., Sequence[jax.Array]]:

@@ -53,10 +53,10 @@ from moe_xla.passes.recover.program import Step, Wire
 from moe_xla.passes.recover.rules import TABLE, Context, searches
 from moe_xla.passes.recover.rules.elementwise import NAMES as ELEMENTWISE
 from moe_xla.passes.recover.rules.elementwise import apply, iota_axis
-from moe_xla.passes.recover.rules.ranks import queue_counts, sorted_mask, sorted_position
+from moe_xla.passes.recover.rules.ranks import WeightedRows, queue_counts, sorted_mask, sorted_position
 from moe_xla.passes.recover.rules.searches import is_search
 from moe_xla.passes.recover.scopes import CHECKPOINTS, SCANS, Entrance, Exit, Scope
-from moe_xla.passes.recover.session import Path, Session
+from moe_xla.passes.recover.session import Path, Session, Weighted
 from moe_xla.passes.recover.terms import Factor, Idx, IndexKey, Var, has_idx, key_of, parts_of
 from moe_xla.passes.recover.values import (
     Contradiction,
@@ -417,6 +417,9 @@ class Recovery:
         tainted = frozenset().union(*(w.tainted for w in step.inputs)) if step.inputs else frozenset()
         values = self._rule_values(step)
         counted = self._spelled_count(step) or self._sorted_count(step, values)
+        if self.session.weighted:
+            tainted |= {self._path} & self.session.weighted.keys()
+            self._note_placed(step)
         if counted is not None:
             values = [counted]
         if values is not None and not self._note_experts(step, values):
@@ -500,6 +503,7 @@ class Recovery:
             result = rule(self.context, step.eqn, *[w.value for w in step.inputs])
         except (NoRule, Contradiction, TooLarge) as error:
             step.refusal = str(error) or "contradiction"
+            self._note_weighted(step, error)
             return None
         except Exception as error:  # a fault in a rule must never reach the user's step: the equation runs as written
             step.refusal = f"internal failure of the rule: {type(error).__name__}: {error}"
@@ -531,8 +535,25 @@ class Recovery:
                 counts = apply(self.context, prims.sub_p, {}, [counts, base.value], wire.shape, wire.dtype)
         except NoRule as error:
             step.refusal = str(error)
+            self._note_weighted(step, error)
             return None
         return counts
+
+    def _note_weighted(self, step: Step, error: Exception) -> None:
+        """Notes a count of weighted rows, which is no queue position to anybody."""
+        if isinstance(error, WeightedRows):
+            self.session.weighted[self._path] = Weighted(step, error.rows, error.index.size)
+
+    def _note_placed(self, step: Step) -> None:
+        """Notes counts of weighted rows that are used as places, by a comparison with all of them or as an index."""
+        if step.name == "eq":
+            indices = [w for w in step.inputs if not (w.value and w.value.is_plain and iota_axis(w.value) is not None)]
+        elif step.name in ("gather", "scatter", "scatter-add"):
+            indices = [step.inputs[1]]
+        else:
+            return
+        if step.name != "eq" or len(indices) < len(step.inputs):
+            self.session.placed |= {s for w in indices for s in w.tainted if s in self.session.weighted}
 
     def _sorted_count(self, step: Step, values: Sequence[Value] | None) -> Value | None:
         """A queue position that the program makes of a place in an order by expert, or the mask of such places."""

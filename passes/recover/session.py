@@ -23,6 +23,17 @@ class Threshold(NamedTuple):
     step: Any
 
 
+class Weighted(NamedTuple):
+    """A count of one-hot rows times numbers, made by `step`: how many assignments, and of how many experts.
+
+    Such a count is a queue position only if the numbers are 0 and 1.
+    """
+
+    step: Any
+    assignments: int
+    experts: int
+
+
 @dataclasses.dataclass
 class Session:
     """One walk over a program: `modes` says what is asked of a site, `default` of every other one;
@@ -30,7 +41,8 @@ class Session:
 
     `choices` names the site of each array that chooses experts, `unwanted` those arrays whose queue is left as it is
     written; `sorted` are the sites whose positions come out of a sort by expert; `chosen` has the indices of a site
-    without queues, `contractions` the sites of contractions.
+    without queues, `contractions` the sites of contractions; `weighted` are counts that are not known to be queue
+    positions, `placed` those of them that are used as such.
     """
 
     modes: dict[Path, str]
@@ -50,6 +62,8 @@ class Session:
     choices: dict[int, Path] = dataclasses.field(default_factory=dict)
     chosen: dict[Path, list[Any]] = dataclasses.field(default_factory=dict)
     indices: dict[Any, dict[IndexKey, Path]] = dataclasses.field(default_factory=dict)
+    weighted: dict[Path, Weighted] = dataclasses.field(default_factory=dict)
+    placed: set[Path] = dataclasses.field(default_factory=set)
     unentered: Any = None
     unstacked: dict[int, int] = dataclasses.field(default_factory=dict)
     _numbers: dict[Any, int] = dataclasses.field(default_factory=dict)
@@ -60,7 +74,7 @@ class Session:
         return self.modes.get(site, self.default)
 
     def is_dropless(self, site: Path) -> bool:
-        return self.mode(site) == "dropless"
+        return self.mode(site) == "dropless" and site not in self.weighted
 
     def fresh_number(self) -> int:
         """A number for an array that equals no other."""

@@ -32,6 +32,7 @@ from moe_xla.passes.recover.nodes import (
     Slice,
     is_extended,
 )
+from moe_xla.passes.recover.program import Step
 from moe_xla.passes.recover.terms import (
     Const,
     Factor,
@@ -201,6 +202,8 @@ class DefinitionEmitter(Emitter):
         if pushed is not None:
             return self.fetch(pushed, variables)
         data = self.node(factor.node)
+        if isinstance(factor.node, Leaf):
+            self._refuse_unproved(factor)
         return self._read(data, list(factor.args), variables)
 
     def _pushed(self, factor: Factor) -> Factor | None:
@@ -261,6 +264,14 @@ class DefinitionEmitter(Emitter):
         experts = math.prod(i.size for i in indices)
         if sum(n > 1 for n in sizes) > 1 and assignments > 4 * experts:
             self.refuse(indices, "needs a matrix of an expert for every assignment")
+
+    def _refuse_unproved(self, factor: Factor) -> None:
+        """Refuses to read slots of an array, and names the equation that made it, and why that was not understood."""
+        assert isinstance(factor.node, Leaf)
+        step, indices = factor.node.wire.step, [p for a in factor.args for p in parts_of(a) if isinstance(p, Idx)]
+        sites = frozenset().union(*(rank_sites(self.graph, i.node) for i in indices))
+        if sites and isinstance(step, Step) and step.outputs:
+            raise Refusal(sites, step.refusal or "makes an array that is laid out over the slots", step)
 
     def _refuse_slot_reads(self, place: Idx) -> None:
         sites = rank_sites(self.graph, place.node)

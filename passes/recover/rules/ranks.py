@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.extend.core.primitives as prims
@@ -13,6 +14,15 @@ from moe_xla.passes.recover.rules.structure import read_along
 from moe_xla.passes.recover.rules.table import Context, rule
 from moe_xla.passes.recover.terms import Factor, Idx, Term, Var, fresh, has_idx, parts_of, term_vars, vars_of
 from moe_xla.passes.recover.values import NoRule, Piece, Value, in_range, masks_to_guards, plain, unconverted
+
+
+class WeightedRows(NoRule):
+    """One-hot rows are counted times numbers."""
+
+    def __init__(self, index: Term, rows: int):
+        super().__init__("a cumulative sum of weighted rows: their weights may be other numbers than 0 and 1")
+        self.index = index
+        self.rows = rows
 
 
 @rule("cumsum")
@@ -38,7 +48,7 @@ def queue_counts(context: Context, value: Value, axis: int, site: Any) -> Value:
     if len(experts) != 1 or not isinstance(piece.axes[experts[0]], Idx) or axis in experts:
         raise NoRule("a cumulative sum of a mask without one expert axis")
     if piece.factors or piece.coef != 1 or piece.equalities:
-        raise NoRule("a cumulative sum of weighted rows")
+        raise WeightedRows(piece.axes[experts[0]], math.prod(v.size for v in piece.variables))
     if not all(isinstance(p, Var) for a in piece.axes if not has_idx(a) for p in parts_of(a)):
         raise NoRule("a cumulative sum of part of a mask")
     index = piece.axes[experts[0]]
