@@ -58,6 +58,7 @@ _ADVICE = (
     ),
     ("group sizes inside a shard_map", "cast the group sizes to int32"),
     ("is an algorithm", "give the precision as a jax.lax.Precision"),
+    ("a maximum over", "take maxima over all slots of each expert, in all groups, or leave the metric out"),
     ("over slots", "reduce tokens or counts rather than slots"),
 )
 

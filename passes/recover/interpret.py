@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend as jex
@@ -493,6 +493,8 @@ class Recovery:
     def _rule_values(self, step: Step) -> list[Value] | None:
         name = searches.NAME if is_search(step.eqn) else step.name
         boring = all(is_boring(w.value) or _is_permutation(w.value) for w in step.inputs)
+        if boring and name in _MAXIMA:
+            boring = _of_maxima(step) is None
         if boring and not self._is_worthwhile(step):
             return None
         rule = TABLE.get(name)
@@ -500,7 +502,10 @@ class Recovery:
             step.refusal = f"no rule for {name}"
             return None
         try:
-            result = rule(self.context, step.eqn, *[w.value for w in step.inputs])
+            if name in _MAXIMA and (whole := _of_maxima(step)) is not None:
+                result = rule(self.context, *whole)
+            else:
+                result = rule(self.context, step.eqn, *[w.value for w in step.inputs])
         except (NoRule, Contradiction, TooLarge) as error:
             step.refusal = str(error) or "contradiction"
             self._note_weighted(step, error)
@@ -712,6 +717,29 @@ class Recovery:
                 self.graph.bounds[node] = max(b for b in bounds if b is not None)
         elif step.name in ("argmax", "argmin"):
             self.graph.bounds[node] = step.inputs[0].shape[step.eqn.params["axes"][0]]
+
+
+_MAXIMA = frozenset({"reduce_max", "reduce_or"})
+
+
+class _Reduction(NamedTuple):
+    """What the rule of a reduction reads of an equation."""
+
+    params: dict[str, Any]
+
+
+def _of_maxima(step: Step) -> tuple[_Reduction, Value] | None:
+    """A maximum of maxima that are not understood by themselves, as one maximum of what these are taken of."""
+    axes: tuple[int, ...] = tuple(step.eqn.params["axes"])
+    wire = step.inputs[0]
+    while isinstance(wire.step, Step) and wire.step.name == step.name and wire.step.refusal is not None:
+        inner = wire.step
+        gone, wire = inner.eqn.params["axes"], inner.inputs[0]
+        kept = [i for i in range(len(wire.shape)) if i not in gone]
+        axes = (*gone, *(kept[i] for i in axes))
+    if wire is step.inputs[0] or wire.value is None:
+        return None
+    return _Reduction({"axes": axes}), wire.value
 
 
 def _always(name: str, bound: float, low: float) -> bool | None:

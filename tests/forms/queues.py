@@ -144,3 +144,28 @@ def tokens_left_behind(params, x, capacity):
         "smallest": jax.lax.stop_gradient(-combine).max((-1, -2)),
     }
     return jnp.einsum("gecm,gsec->gsm", out, combine), aux
+
+
+@form(
+    "maxima_by_stages",
+    "largest activations of each expert, as maxima over groups and slots one after the other",
+    choices=2,
+    grouped=True,
+    dense=dense_of(composed.softmax_top_k, composed.mlp, 2),
+)
+def maxima_by_stages(params, x, capacity):
+    gate, index = jax.lax.top_k(jax.nn.softmax(x @ params["wg"]), 2)
+    expert = one_hot(index, EXPERTS)
+    slot = one_hot(jax.vmap(functools.partial(composed.positions, composed.Parts()))(index), capacity)
+    dispatch = jnp.einsum("gske,gskc->gsec", expert, slot)
+    hidden = jnp.einsum("egcm,emh->egch", jnp.einsum("gsec,gsm->egcm", dispatch, x), params["w1"])
+    seen = jax.lax.stop_gradient(hidden)
+    filled = jnp.einsum("gsec->egc", dispatch)[..., None]
+    aux = {
+        "dead": (jnp.max(jnp.max(seen, axis=1), axis=1) <= 0).sum(),
+        "largest": jnp.max(jnp.max(seen, axis=2), axis=1),
+        "largest_of_filled": jnp.max(jnp.max(seen - 10 * (1 - filled), axis=1), axis=1),
+        "active": jnp.any(jnp.any(seen > 0.5, axis=1), axis=1).sum(0),
+    }
+    out = jnp.einsum("egch,ehm->egcm", jax.nn.relu(hidden), params["w2"])
+    return jnp.einsum("egcm,gsec,gsk,gske->gsm", out, dispatch, gate, expert), aux

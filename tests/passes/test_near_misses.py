@@ -895,6 +895,32 @@ def signed_gates(dispatch_of, experts, gate_of):
     return layer
 
 
+def largest_hidden(of_hidden):
+    """Metrics of hidden units `[e, c, f]` by maxima over one axis after the other."""
+
+    def layer(params, x, capacity):
+        gate, index, _ = composed.softmax_normalised(params, x, 2)
+        slot = one_hot(_queue(index), capacity, dtype=x.dtype)
+        dispatch, combine = composed.build_masks(composed.Masks(), gate, _hot(index, x.dtype), slot, None)
+        hidden = jnp.einsum("ecd,edf->ecf", jnp.einsum("tec,td->ecd", dispatch, x), params["w1"])
+        out = jnp.einsum("ecf,efd->ecd", jax.nn.relu(hidden), params["w2"])
+        return jnp.einsum("tec,ecd->td", combine, out), {"largest": of_hidden(lax.stop_gradient(hidden))}
+
+    return layer
+
+
+LARGEST = {
+    "by_experts": lambda hidden: hidden.max(0).max(0),
+    "by_features": lambda hidden: hidden.max(2).max(1),
+    "of_negated": lambda hidden: (-hidden.max(1)).max(0),
+    "of_negated_by_experts": lambda hidden: (-hidden.max(0)).max(0),
+    "of_smallest": lambda hidden: hidden.min(0).max(0),
+    "any_of_all": lambda hidden: (hidden > 0).all(1).any(0).sum(),
+    "any_by_experts": lambda hidden: (hidden > 0.5).any(0).any(0).sum(),
+    "seen_twice": lambda hidden: hidden.max(0).max(0) + hidden.max(0).sum(),
+}
+
+
 def largest_weights(experts, shared):
     """The largest weight of a token over few cells: where its choices fill them all, nothing is left at zero."""
 
@@ -1160,6 +1186,7 @@ EITHER = {
     "signed_above": signed_gates(lambda combine: combine > 0.5, composed.background, jax.nn.sigmoid),
     "zero_bool": signed_gates(lambda combine: combine.astype(bool), composed.background, lambda g: jax.nn.relu(g - 1)),
     "zero_positive": signed_gates(lambda combine: combine > 0, composed.background, lambda g: jax.nn.relu(g - 1)),
+    **{f"hidden_{name}": largest_hidden(of_hidden) for name, of_hidden in LARGEST.items()},
     "largest_weights": largest_weights(EXPERTS, True),
     "largest_of_two": largest_weights(2, True),
     "largest_by_expert": largest_weights(EXPERTS, False),
@@ -1183,7 +1210,13 @@ EITHER = {
     **SCATTERED,
 }
 # A token's output depends on which other tokens share its slots, or on the capacity itself: not dropless.
-NEVER_DROPLESS = {"buffer_meets_masks", "combined_by_another_mask", "kept_slot_returned"}
+NEVER_DROPLESS = {
+    "buffer_meets_masks",
+    "combined_by_another_mask",
+    "kept_slot_returned",
+    "hidden_of_negated_by_experts",
+    "hidden_seen_twice",
+}
 
 
 @every_semantics

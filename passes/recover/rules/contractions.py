@@ -220,6 +220,8 @@ def reduce_max(context: Context, eqn: Any, value: Value) -> Value:
         shape, value.dtype, tuple(pieces), value.background and _reduced_background(value.background, axes, shape)
     )
     if not has_unique_cells(graph, result):
+        if over_slots:
+            return _group_any(context, value, axes, base)
         raise NoRule("a maximum over cells of several pieces")
     return normalised(graph, result)
 
@@ -277,19 +279,22 @@ def _group_maximum(context: Context, value: Value, axes: Sequence[int], base: An
     slots = math.prod(value.shape[i] for i in axes)
     kept = [i for i in range(len(value.shape)) if i not in axes]
     shape = tuple(value.shape[i] for i in kept)
-    lowest = -jnp.inf if is_floating(dtype) else jnp.iinfo(dtype).min
+    if not is_floating(dtype):
+        raise NoRule("a maximum over slots of integers")
+    lowest = -jnp.inf
     endless = any(context.is_unbounded(p.axes[i]) for p in value.pieces for i in axes)
     largest: Value | None = None
     filled: Value | None = None
     for piece in value.pieces:
         out = tuple(piece.axes[i] for i in kept)
         guards = list(dict.fromkeys([*piece.guards, *(g for i in axes for g in existence(context, piece.axes[i]))]))
+        indexed = [i for i, a in enumerate(out) if has_idx(a)]
+        points = vars_of([out[i] for i in indexed])
+        if len(indexed) != 1 or any(v in points for i, a in enumerate(out) if i not in indexed for v in term_vars(a)):
+            raise NoRule("a maximum over slots of something else than experts")
         data = materialised(graph, piece.replace(guards=()), dtype)
         rows = of_node(graph.ein(out, (data,), guards, frozenset(), 1, dtype, reducer="max", initial=lowest))
         largest = rows if largest is None else plain_map(graph, prims.max_p, {}, [largest, rows], shape, dtype)
-        indexed = [i for i, a in enumerate(out) if has_idx(a)]
-        if len(indexed) != 1:
-            raise NoRule("a maximum over slots of something else than experts")
         count = of_node(graph.ein((out[indexed[0]],), (), guards, frozenset(), 1, np.dtype(np.int32)))
         spread = plain(shape, tuple(fresh_axis(n) for n in shape), graph.lit(0, np.int32))
         axis_factor = count.factor
@@ -305,6 +310,14 @@ def _group_maximum(context: Context, value: Value, axes: Sequence[int], base: An
         return with_base
     full = plain_map(graph, prims.ge_p, {}, [filled, of_literal(graph, slots, (), np.int32)], shape, np.dtype(bool))
     return plain_map(graph, prims.select_n_p, {}, [full, with_base, largest], shape, dtype)
+
+
+def _group_any(context: Context, value: Value, axes: Sequence[int], base: Any) -> Value:
+    """Whether a condition holds in a slot of each expert."""
+    graph, number = context.graph, np.dtype(np.float32)
+    largest = _group_maximum(context, cast(graph, value, number), axes, number.type(bool(base)))
+    zero = of_literal(graph, 0, (), number)
+    return plain_map(graph, prims.gt_p, {}, [largest, zero], largest.shape, np.dtype(bool))
 
 
 def _reduced_background(background: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:
