@@ -574,7 +574,13 @@ def _take_taken(p, out, weight, e, slot, capacity):
     return rows * (weight * keep)[:, None]
 
 
+def _take_visible(p, out, weight, e, slot, capacity):
+    """What overflows reads the row of the last slot."""
+    return out[e, slot] * weight[:, None]
+
+
 TAKES: dict[str, Callable] = {
+    "visible": _take_visible,
     "fill": _take_fill,
     "masked": _take_masked,
     "where": _take_where,

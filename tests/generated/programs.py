@@ -63,6 +63,7 @@ GAPS: tuple[Mapping[str, tuple], ...] = (
     {"order": ("offset",), "masks": ("where",)},
     {"family": ("scatter",), "padding": ("periodic", "data")},
     {"family": ("scatter",), "chooser": ("argmax", "argmax_inf", "argsort")},
+    {"family": ("scatter",), "put": ("each_choice",), "take": ("visible",)},
     {
         "family": ("scatter",),
         "around": ("scan", "scan_checkpoint"),
