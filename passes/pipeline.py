@@ -602,7 +602,9 @@ def _choices(session: Session, sites: Sequence[Any]) -> list[_Choice]:
 def _choice(graph: Any, index: Any) -> _Choice:
     fact = distinct_of(graph, index.factor)
     choices = fact.along.size if fact is not None and not isinstance(fact.along, Const) else 1
-    return _Choice(math.prod(v.size for v in term_vars(index)), choices, index.size)
+    assignments = math.prod(v.size for v in term_vars(index))
+    expected = graph.expected.get(index.node, choices)
+    return _Choice(assignments // choices * expected, expected, index.size)
 
 
 def _pattern(wires: Sequence[Any]) -> str:

@@ -136,6 +136,8 @@ def _saves_work(graph: Graph, place: Idx) -> bool:
     """Whether a place is a choice of fewer experts than there are."""
     if depends_on_rank(graph, place.node) or np.dtype(place.node.dtype).kind not in "iu":
         return False
+    if place.node in graph.expected:
+        return graph.expected[place.node] < place.size
     axis = graph.distinct.get(place.node)
     chosen = place.args[axis] if axis is not None else None
     return not isinstance(chosen, Var) or chosen.size < place.size or not term_vars(place)

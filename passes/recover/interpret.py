@@ -55,9 +55,11 @@ from moe_xla.passes.recover.rules.elementwise import NAMES as ELEMENTWISE
 from moe_xla.passes.recover.rules.elementwise import apply, iota_axis
 from moe_xla.passes.recover.rules.ranks import WeightedRows, queue_counts, sorted_mask, sorted_position
 from moe_xla.passes.recover.rules.searches import is_search
+from moe_xla.passes.recover.rules.table import Rule
 from moe_xla.passes.recover.scopes import CHECKPOINTS, SCANS, Entrance, Exit, Scope
 from moe_xla.passes.recover.session import Path, Session, Weighted
 from moe_xla.passes.recover.terms import Factor, Idx, IndexKey, Var, has_idx, key_of, parts_of
+from moe_xla.passes.recover.thresholds import COMPARISONS, MEETINGS, Thresholds, note_mask
 from moe_xla.passes.recover.values import (
     Contradiction,
     NoRule,
@@ -98,6 +100,7 @@ class Recovery:
         self.ranges: dict[Wire, prefix.Ranges] = {}
         self.steps: list[Step | Scope | Switch] = []
         self.effects: list[Step | Scope | Switch] = []
+        self._thresholds = Thresholds(self.graph, session, self.steps)
         self._path = path
         self._recomputing = recomputing
         self._callers: list[Any] = []
@@ -444,6 +447,8 @@ class Recovery:
             else:
                 wire.value = value
                 self._note_origin(wire, value)
+                if step.name in COMPARISONS:
+                    note_mask(self.graph, value)
         sites = frozenset().union(*(w.layers for w in (*step.inputs, *step.outputs)))
         if sites and step.name == "dot_general":
             self.session.contractions.append((sites, step))
@@ -502,10 +507,9 @@ class Recovery:
             step.refusal = f"no rule for {name}"
             return None
         try:
-            if name in _MAXIMA and (whole := _of_maxima(step)) is not None:
-                result = rule(self.context, *whole)
-            else:
-                result = rule(self.context, step.eqn, *[w.value for w in step.inputs])
+            whole = _of_maxima(step) if name in _MAXIMA else None
+            given = whole if whole is not None else (step.eqn, *[w.value for w in step.inputs])
+            result = self._at_experts(step, rule) or rule(self.context, *given)
         except (NoRule, Contradiction, TooLarge) as error:
             step.refusal = str(error) or "contradiction"
             self._note_weighted(step, error)
@@ -521,6 +525,25 @@ class Recovery:
         for wire, value in zip(step.outputs, values, strict=True):
             assert value.shape == wire.shape and value.dtype == wire.dtype, (name, value.shape, wire.shape)
         return values
+
+    def _at_experts(self, step: Step, rule: Rule) -> Value | None:
+        """An equation in which an array that is zero outside of a threshold's mask meets the work of every expert."""
+        if not self.graph.masks or step.name not in MEETINGS:
+            return None
+        for k, wire in enumerate(step.inputs):
+            chosen = self._thresholds.at_experts(wire.value, self._source(step.eqn))
+            if chosen is None:
+                continue
+            values = [chosen if i == k else w.value for i, w in enumerate(step.inputs)]
+            try:
+                result = rule(self.context, step.eqn, *values)
+            except (NoRule, Contradiction):
+                continue
+            assert isinstance(result, Value)
+            indices = (matmul_indices(self.graph, f.node) for p in result.pieces for f in p.factors)
+            if self._thresholds.holds_choice(frozenset().union(*indices)):
+                return result
+        return None
 
     def _spelled_count(self, step: Step) -> Value | None:
         """A queue count that the program spells out with slices, pads and additions."""

@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.extend as jex
@@ -271,6 +271,20 @@ class Pad(Node):
         self.base, self.axis, self.low, self.high = base, axis, low, high
 
 
+class Mask(NamedTuple):
+    """What a comparison is known to be: `scores` reach, or with `fails` do not reach, a `limit` that is one of them.
+
+    `axis` of the scores is that of the experts; `levels` are the places among the best ones that the mask is for.  All
+    is over the variables of the comparison.
+    """
+
+    scores: Factor
+    limit: Factor
+    axis: int
+    levels: frozenset[int]
+    fails: bool = False
+
+
 def literal(factor: Factor) -> Any:
     """The value of a literal factor, as a numpy scalar, or None."""
     return factor.node.value if isinstance(factor.node, Lit) else None
@@ -438,6 +452,9 @@ class Graph:
         # What an order sorts, along which axis.
         self.orders: dict[Node, tuple[Any, int]] = {}
         self.queues: list[Rank] = []
+        # Comparisons that choose experts by a threshold, and how many of all experts an index is expected to choose.
+        self.masks: dict[Node, Mask] = {}
+        self.expected: dict[Node, int] = {}
         self._compare_hook = compare_hook
 
     def release(self) -> None:
@@ -446,7 +463,7 @@ class Graph:
             node.origin = None
             if isinstance(node, Leaf):
                 node.wire = None
-        for known in (self._table, self.memo, self.bounds, self.distinct, self.orders):
+        for known in (self._table, self.memo, self.bounds, self.distinct, self.orders, self.masks, self.expected):
             known.clear()
         self.queues.clear()
 

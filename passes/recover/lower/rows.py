@@ -188,7 +188,8 @@ class RowEmitter(DefinitionEmitter):
 
     def note_matmul(self, routing: Routing, sizes: tuple[int, int, int], dtypes: Sequence[Any]) -> None:
         need = ops.Need(ops.default_platform(), tuple(np.dtype(d) for d in dtypes), sizes[1], sizes[2])
-        self.flops.append((key_of(routing.index), 2 * math.prod(sizes)))
+        rows = sizes[0] * self.graph.expected.get(routing.index.node, routing.index.size) // routing.index.size
+        self.flops.append((key_of(routing.index), 2 * rows * sizes[1] * sizes[2]))
         self.backends.append((key_of(routing.index), ops.resolve(self.backend, need)))
 
     def product_rows(
