@@ -279,7 +279,11 @@ def _rewritten(
     refuses: bool,
     allows_rest: bool = True,
 ) -> Rewritten:
-    """The program rewritten; a site of which work on every expert is left must be allowed to have such a rest."""
+    """The program rewritten; a site of which work on every expert is left must be allowed to have such a rest.
+
+    Where it is not, bodies compute again what others have computed, but for choices; a mask that compares what is
+    rounded anew might choose otherwise, and is not looked for.
+    """
     as_written = jex.core.jaxpr_as_fun(closed)
     if not options.patterns - {RAGGED_DOT}:
         return Rewritten(as_written, ())
@@ -287,13 +291,13 @@ def _rewritten(
     denials: dict[Any, _Denial] = {}
     layers: dict[Any, _Layer] = {}
     while True:
-        session = Session(modes, options.semantics, budget=_budget(closed))
+        session = Session(modes, options.semantics, masks=allows_rest, budget=_budget(closed))
         with _room_for_graphs():
             result = _attempt(closed, session, layers, options)
             outcomes = _outcomes(closed, result, session, layers, options, compare)
         refusal = result if isinstance(result, Refusal) else _differing(outcomes) if refuses else None
-        if refusal is None and isinstance(result, _Emission) and not allows_rest:
-            refusal = _with_rest(session, result.program)
+        if refusal is None and isinstance(result, _Emission):
+            refusal = _with_rest(session, result.program, _masked_sites(session) if allows_rest else None)
         if refusal is not None:
             _step_down(session, refusal, modes, denials, options.semantics)
         elif isinstance(result, _Emission):
@@ -341,9 +345,16 @@ def _differing(outcomes: dict[Any, Outcome]) -> Refusal | None:
     return None
 
 
-def _with_rest(session: Session, program: jex.core.ClosedJaxpr) -> Refusal | None:
-    """The refusal of the first site whose work on every expert, or on all slots, is partly left."""
+def _masked_sites(session: Session) -> set[Any]:
+    """The layers whose experts are chosen by a mask; their backward pass may not know the mask any more."""
+    return {session.root(s) for index in session.masked for s in session.indices.get(index, {}).values()}
+
+
+def _with_rest(session: Session, program: jex.core.ClosedJaxpr, among: set[Any] | None) -> Refusal | None:
+    """The refusal of the first site, `among` some or all, whose work on every expert, or all slots, is partly left."""
     for site in sorted({session.root(s) for s in session.sources if session.mode(s) != "off"}):
+        if among is not None and site not in among:
+            continue
         wires = [w for w in session.layer_wires if any(session.root(s) == site for s in w.layers)]
         if does_work_of_every_expert(program, wires):
             return Refusal(frozenset({site}), "work on every expert is left in its backward pass", None)

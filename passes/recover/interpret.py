@@ -306,6 +306,13 @@ class Recovery:
         wire.changed = wire.changed or any(self.session.is_dropless(s) for s in wire.tainted)
         if value.is_plain and is_floating(value.dtype):
             self._note_matrices(wire, value.factor)
+        if is_floating(value.dtype) and self._is_over_experts(value):
+            wire.dense |= self._sites_laid_out(value)
+
+    def _sites_laid_out(self, value: Value) -> frozenset[Path]:
+        """The sites of the indices by which features of chosen experts stand in an array over all of them."""
+        places = {p for piece in value.pieces for a in piece.axes for p in parts_of(a) if isinstance(p, Idx)}
+        return frozenset().union(*(self.session.sites_counting(key_of(p)) for p in places))
 
     def _entered(self, eqn: Any, inputs: Sequence[Wire]) -> list[Wire] | None:
         """The outputs of an equation whose bodies hold, or are given, a layer; None where it runs as written."""
@@ -447,7 +454,7 @@ class Recovery:
             else:
                 wire.value = value
                 self._note_origin(wire, value)
-                if step.name in COMPARISONS:
+                if step.name in COMPARISONS and self.session.masks:
                     note_mask(self.graph, value)
         sites = frozenset().union(*(w.layers for w in (*step.inputs, *step.outputs)))
         if sites and step.name == "dot_general":
@@ -541,7 +548,7 @@ class Recovery:
                 continue
             assert isinstance(result, Value)
             indices = (matmul_indices(self.graph, f.node) for p in result.pieces for f in p.factors)
-            if self._thresholds.holds_choice(frozenset().union(*indices)):
+            if self._thresholds.are_used(frozenset().union(*indices)):
                 return result
         return None
 
@@ -897,7 +904,22 @@ def _may_route(jaxpr: Any) -> bool:
 
 def _chooses(jaxpr: Any) -> bool:
     """Whether a body may choose experts."""
-    return _holds(jaxpr, _CHOOSING)
+    return _holds(jaxpr, _CHOOSING) or (_holds(jaxpr, frozenset({"reduce_max"})) and _compares_scores(jaxpr))
+
+
+def _compares_scores(jaxpr: Any) -> bool:
+    """Whether arrays of numbers are compared with each other in a body, or in one inside it."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return any(
+        (e.primitive.name in COMPARISONS and all(_are_numbers(v) for v in e.invars))
+        or any(map(_compares_scores, jex.core.jaxprs_in_params(e.params)))
+        for e in inner.eqns
+    )
+
+
+def _are_numbers(atom: Any) -> bool:
+    shape, dtype = array_type(atom.aval)
+    return math.prod(shape) > 1 and not isinstance(atom, jex.core.Literal) and is_floating(dtype)
 
 
 def _counts(jaxpr: Any) -> bool:

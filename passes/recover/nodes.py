@@ -452,8 +452,10 @@ class Graph:
         # What an order sorts, along which axis.
         self.orders: dict[Node, tuple[Any, int]] = {}
         self.queues: list[Rank] = []
-        # Comparisons that choose experts by a threshold, and how many of all experts an index is expected to choose.
+        # Comparisons that choose experts by a threshold; by scores and the axis of experts in them, the index of the
+        # assignments; how many of a token's an index is expected to keep.
         self.masks: dict[Node, Mask] = {}
+        self.choosing: dict[tuple[Node, int], Node] = {}
         self.expected: dict[Node, int] = {}
         self._compare_hook = compare_hook
 
@@ -463,8 +465,10 @@ class Graph:
             node.origin = None
             if isinstance(node, Leaf):
                 node.wire = None
-        for known in (self._table, self.memo, self.bounds, self.distinct, self.orders, self.masks, self.expected):
+        for known in (self._table, self.memo, self.bounds, self.distinct, self.orders, self.masks):
             known.clear()
+        for told in (self.choosing, self.expected):
+            told.clear()
         self.queues.clear()
 
     def _cons(self, key: Any, make: Callable[[], Node]) -> Node:

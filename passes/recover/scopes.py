@@ -43,6 +43,7 @@ from moe_xla.passes.recover.terms import (
     vars_of,
     with_indices,
 )
+from moe_xla.passes.recover.thresholds import carry_mask, is_made_by_choice
 from moe_xla.passes.recover.values import NoRule, Piece, Value, of_node
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class Translator:
         if isinstance(node, Rank):
             return self._rank(factor, node)
         if isinstance(node, Map) and self._is_structure(node):
-            return self.target.map(node.prim, node.params, [self.factor(op) for op in operands_at(factor)], node.dtype)
+            return self._map(factor, node)
         if isinstance(node, Ein) and is_count(node):
             return self._count(factor, node)
         return self.on_leaf(node, tuple(self.term(a) for a in factor.args))
@@ -158,7 +159,14 @@ class Translator:
     def _is_structure(self, node: Map) -> bool:
         """Whether a map is computed again rather than carried across: indices, masks and positions are."""
         whole = is_integer(node.dtype) or is_boolean(node.dtype)
-        return depends_on_rank(self.source, node) or (whole and _reads_integers(node))
+        if depends_on_rank(self.source, node) or (whole and _reads_integers(node)):
+            return True
+        return is_made_by_choice(self.source, self.session, node)
+
+    def _map(self, factor: Factor, node: Map) -> Factor:
+        rebuilt = self.target.map(node.prim, node.params, [self.factor(op) for op in operands_at(factor)], node.dtype)
+        carry_mask(self.session, self.source, factor, self.target, rebuilt, self.factor)
+        return rebuilt
 
     def _rank(self, factor: Factor, node: Rank) -> Factor:
         """The rank over the variables it is read at; its order and batch must be variables there."""

@@ -37,17 +37,19 @@ class Weighted(NamedTuple):
 @dataclasses.dataclass
 class Session:
     """One walk over a program: `modes` says what is asked of a site, `default` of every other one;
-    `enters` whether bodies of scans and checkpoints are walked too, `budget` how many maps each of them may make.
+    `enters` whether bodies of scans and checkpoints are walked too, `masks` whether experts that a mask chooses are looked
+    for, `budget` how many maps each of them may make.
 
     `choices` names the site of each array that chooses experts, `unwanted` those arrays whose queue is left as it is
     written; `sorted` are the sites whose positions come out of a sort by expert; `chosen` has the indices of a site
-    without queues, `contractions` the sites of contractions; `weighted` are counts that are not known to be queue
-    positions, `placed` those of them that are used as such.
+    without queues, `masked` those whose assignments masks keep, `contractions` the sites of contractions; `weighted` are
+    counts that are not known to be queue positions, `placed` those of them that are used as such.
     """
 
     modes: dict[Path, str]
     default: str
     enters: bool = True
+    masks: bool = True
     budget: float = math.inf
     sources: dict[Path, Any] = dataclasses.field(default_factory=dict)
     signatures: dict[Path, Any] = dataclasses.field(default_factory=dict)
@@ -61,6 +63,7 @@ class Session:
     contractions: list[Any] = dataclasses.field(default_factory=list)
     choices: dict[int, Path] = dataclasses.field(default_factory=dict)
     chosen: dict[Path, list[Any]] = dataclasses.field(default_factory=dict)
+    masked: set[Any] = dataclasses.field(default_factory=set)
     indices: dict[Any, dict[IndexKey, Path]] = dataclasses.field(default_factory=dict)
     weighted: dict[Path, Weighted] = dataclasses.field(default_factory=dict)
     placed: set[Path] = dataclasses.field(default_factory=set)

@@ -5,8 +5,8 @@ mask leaves, or the last value of `top_k`, chooses more.  Nobody knows how many 
 token and expert is an assignment of its own: choice j of a token is expert j, and only those are kept that the mask
 holds for.  The others have no row in an expert's group.
 
-An array is looked at so only where it pays: it is zero (or, before an exponential, −∞) outside of such a mask, and meets
-the work of every expert.  Masks and weights themselves stay the arrays that the program computes.
+An array is looked at so only where it pays: it is zero (or, before an exponential, −∞) outside of such a mask, and
+meets the work of every expert.  Masks and weights themselves stay the arrays that the program computes.
 
 Where the limit of a token is NaN no score reaches it.  Its assignments are kept all the same, because a weight that was
 divided by a sum of its scores is then NaN for every expert.
@@ -57,7 +57,9 @@ COMPARISONS = frozenset({*_HOLD, *_FAIL})
 # Operations in which an array that is zero for most experts may meet the work of all of them.
 MEETINGS = frozenset({"mul", "select_n", "dot_general"})
 # Operations that give zero for zero.
-_KEEP_ZERO = frozenset(["neg", "abs", "sign", "sqrt", "square", "tanh", "sin", "convert_element_type", "reduce_precision"])
+_KEEP_ZERO = frozenset(
+    ["neg", "abs", "sign", "sqrt", "square", "tanh", "sin", "convert_element_type", "reduce_precision"]
+)
 _SUMS = frozenset({"add", "add_any", "sub"})
 _ZERO_AT_LOWEST = frozenset({"exp", "exp2", "logistic"})
 
@@ -172,11 +174,16 @@ def _excluded(graph: Graph, factor: Factor) -> int:
 
 
 def _masks_in(graph: Graph, node: Node) -> frozenset[Mask]:
+    """The masks that an array is made with."""
     if node in graph.masks:
         return frozenset({graph.masks[node]})
-    if not isinstance(node, Map):
+    if not isinstance(node, Map) or not graph.masks:
         return frozenset()
-    return frozenset().union(*(_masks_in(graph, op.node) for op in node.operands))
+    key = ("masks", node)
+    if key not in graph.memo:
+        graph.memo[key] = frozenset().union(*(_masks_in(graph, op.node) for op in node.operands))
+    masks: frozenset[Mask] = graph.memo[key]
+    return masks
 
 
 # ------------------------------------------------------------------------------- what is zero outside of a mask
@@ -291,8 +298,7 @@ class Thresholds:
         self._graph = graph
         self._session = session
         self._steps = steps
-        self._indices: dict[tuple[Node, int], Leaf] = {}
-        self._known: dict[Leaf, list[frozenset[Factor]]] = {}
+        self._known: dict[Node, list[frozenset[Factor]]] = {}
 
     def at_experts(self, value: Value | None, source: Any) -> Value | None:
         """A value as pieces at the experts that it is not zero for, a condition at those where it may hold."""
@@ -310,9 +316,11 @@ class Thresholds:
         piece = Piece(value.pieces[0].axes, factors).substitute({choice.expert: choice.place})
         return Value(value.shape, value.dtype, (piece.replace(guards=(choice.kept,)),), background)
 
-    def holds_choice(self, indices: frozenset[Idx]) -> bool:
-        """Whether one of some indices is a choice by a threshold."""
-        return any(i.node in self._graph.expected for i in indices)
+    def are_used(self, indices: frozenset[Idx]) -> bool:
+        """Whether a choice by a threshold is among the indices of some work, which is then noted."""
+        found = {i.node for i in indices} & self._graph.expected.keys()
+        self._session.masked |= found
+        return bool(found)
 
     def _as_it_is(self, factor: Factor, choice: _Choice) -> Factor:
         """A weight or mask as the array that the program computes: read on rows, not computed there again."""
@@ -352,15 +360,14 @@ class Thresholds:
         whole = operands_at(condition)[0] if is_map(condition, "not") else condition
         mask = self._graph.masks[whole.node]
         names = whole.node.bind(whole.args)
-        return mask._replace(
-            scores=substitute_factor(mask.scores, names), limit=substitute_factor(mask.limit, names)
-        )
+        return mask._replace(scores=substitute_factor(mask.scores, names), limit=substitute_factor(mask.limit, names))
 
-    def _index(self, scores: Node, axis: int, source: Any) -> Leaf:
+    def _index(self, scores: Node, axis: int, source: Any) -> Node:
         """The index of experts by token and choice, an array 0, 1, … along the choices that a step of ours makes."""
-        if (scores, axis) not in self._indices:
-            self._indices[scores, axis] = self._new_index(scores, axis, source)
-        return self._indices[scores, axis]
+        known = self._graph.choosing
+        if (scores, axis) not in known:
+            known[scores, axis] = self._new_index(scores, axis, source)
+        return known[scores, axis]
 
     def _new_index(self, scores: Node, axis: int, source: Any) -> Leaf:
         assert isinstance(scores, Leaf)
@@ -375,6 +382,46 @@ class Thresholds:
         wire.value = of_node(leaf)
         self._graph.bounds[leaf], self._graph.distinct[leaf] = shape[-1], len(shape) - 1
         return leaf
+
+
+def is_made_by_choice(graph: Graph, session: Any, node: Node) -> bool:
+    """Whether an array is made with masks by which a layer chooses its experts."""
+    if not graph.choosing:
+        return False
+    indices = (graph.choosing.get((mask.scores.node, mask.axis)) for mask in _masks_in(graph, node))
+    return any(index in session.masked for index in indices)
+
+
+def carry_mask(
+    session: Any,
+    source: Graph,
+    factor: Factor,
+    target: Graph,
+    rebuilt: Factor,
+    translated: Callable[[Factor], Factor],
+) -> None:
+    """Notes a mask of another scope, and the index of the experts it chooses, where it was rebuilt."""
+    mask, index = source.masks.get(factor.node), None
+    if mask is not None:
+        index = source.choosing.get((mask.scores.node, mask.axis))
+    if mask is None or index not in session.masked or index is None or rebuilt.node in target.masks:
+        return
+    names = dict(zip(factor.node.variables, factor.args, strict=True))
+    here = substitute_factor(mask.scores, names)
+    expert = here.args[mask.axis]
+    scores, limit = translated(here), translated(substitute_factor(mask.limit, names))
+    back: dict[Var, Term] = {a: Var(i, a.size) for i, a in enumerate(rebuilt.args) if isinstance(a, Var)}
+    if expert not in scores.args or not set(factor_vars([scores, limit])) <= set(back):
+        return
+    axis = scores.args.index(expert)
+    tokens = (a for i, a in enumerate(here.args) if i != mask.axis)
+    inner = translated(Factor(index, (*tokens, fresh(expert.size))))
+    target.choosing.setdefault((scores.node, axis), inner.node)
+    target.expected[inner.node] = source.expected[index]
+    session.masked.add(inner.node)
+    target.masks[rebuilt.node] = mask._replace(
+        scores=substitute_factor(scores, back), limit=substitute_factor(limit, back), axis=axis
+    )
 
 
 def _is_nan(graph: Graph, mask: Mask) -> Factor:
