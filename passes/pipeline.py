@@ -297,7 +297,7 @@ def _rewritten(
             outcomes = _outcomes(closed, result, session, layers, options, compare)
         refusal = result if isinstance(result, Refusal) else _differing(outcomes) if refuses else None
         if refusal is None and isinstance(result, _Emission):
-            refusal = _with_rest(session, result.program, _masked_sites(session) if allows_rest else None)
+            refusal = _with_rest(session, result.program, _axes_of_pairs(session) if allows_rest else None)
         if refusal is not None:
             _step_down(session, refusal, modes, denials, options.semantics)
         elif isinstance(result, _Emission):
@@ -345,17 +345,23 @@ def _differing(outcomes: dict[Any, Outcome]) -> Refusal | None:
     return None
 
 
-def _masked_sites(session: Session) -> set[Any]:
-    """The layers whose experts are chosen by a mask; their backward pass may not know the mask any more."""
-    return {session.root(s) for index in session.masked for s in session.indices.get(index, {}).values()}
+def _axes_of_pairs(session: Session) -> dict[Any, int]:
+    """The layers whose experts are chosen by a mask, which their backward pass may not know any more; how many axes
+    their pairs of tokens and experts have."""
+    masked = ((index, session.indices.get(index, {})) for index in session.masked)
+    return {session.root(s): len(index.shape) for index, sites in masked for s in sites.values()}
 
 
-def _with_rest(session: Session, program: jex.core.ClosedJaxpr, among: set[Any] | None) -> Refusal | None:
-    """The refusal of the first site, `among` some or all, whose work on every expert, or all slots, is partly left."""
+def _with_rest(session: Session, program: jex.core.ClosedJaxpr, among: dict[Any, int] | None) -> Refusal | None:
+    """The refusal of the first site whose work on every expert, or on all slots, is partly left.
+
+    All sites, or those `among` which are asked for; of these, arrays with more axes than is said there.
+    """
     for site in sorted({session.root(s) for s in session.sources if session.mode(s) != "off"}):
         if among is not None and site not in among:
             continue
         wires = [w for w in session.layer_wires if any(session.root(s) == site for s in w.layers)]
+        wires = [w for w in wires if among is None or len(w.shape) > among[site]]
         if does_work_of_every_expert(program, wires):
             return Refusal(frozenset({site}), "work on every expert is left in its backward pass", None)
     return None

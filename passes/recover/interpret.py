@@ -59,7 +59,7 @@ from moe_xla.passes.recover.rules.table import Rule
 from moe_xla.passes.recover.scopes import CHECKPOINTS, SCANS, Entrance, Exit, Scope
 from moe_xla.passes.recover.session import Path, Session, Weighted
 from moe_xla.passes.recover.terms import Factor, Idx, IndexKey, Var, has_idx, key_of, parts_of
-from moe_xla.passes.recover.thresholds import COMPARISONS, MEETINGS, Thresholds, note_mask
+from moe_xla.passes.recover.thresholds import COMPARISONS, MEETINGS, Thresholds, is_over_pairs, note_mask
 from moe_xla.passes.recover.values import (
     Contradiction,
     NoRule,
@@ -449,7 +449,7 @@ class Recovery:
             if turned is not None:
                 self._seal(wire, turned)
                 continue
-            if is_sealed(value):
+            if is_sealed(value) or is_over_pairs(self.graph, value):
                 self._seal(wire, value)
             else:
                 wire.value = value

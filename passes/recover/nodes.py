@@ -452,10 +452,11 @@ class Graph:
         # What an order sorts, along which axis.
         self.orders: dict[Node, tuple[Any, int]] = {}
         self.queues: list[Rank] = []
-        # Comparisons that choose experts by a threshold; by scores and the axis of experts in them, the index of the
-        # assignments; how many of a token's an index is expected to keep.
+        # Comparisons that choose experts by a threshold; by scores and the axis of experts in them, the indices of the
+        # assignments; which of these an index keeps, over its own variables, and how many of a token's that may be.
         self.masks: dict[Node, Mask] = {}
-        self.choosing: dict[tuple[Node, int], Node] = {}
+        self.choosing: dict[tuple[Node, int], list[Node]] = {}
+        self.kept: dict[Node, Factor] = {}
         self.expected: dict[Node, int] = {}
         self._compare_hook = compare_hook
 
@@ -467,7 +468,7 @@ class Graph:
                 node.wire = None
         for known in (self._table, self.memo, self.bounds, self.distinct, self.orders, self.masks):
             known.clear()
-        for told in (self.choosing, self.expected):
+        for told in (self.choosing, self.kept, self.expected):
             told.clear()
         self.queues.clear()
 

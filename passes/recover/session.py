@@ -37,8 +37,8 @@ class Weighted(NamedTuple):
 @dataclasses.dataclass
 class Session:
     """One walk over a program: `modes` says what is asked of a site, `default` of every other one;
-    `enters` whether bodies of scans and checkpoints are walked too, `masks` whether experts that a mask chooses are looked
-    for, `budget` how many maps each of them may make.
+    `enters` whether bodies of scans and checkpoints are walked too, `masks` whether those are looked for that choose
+    experts, `budget` how many maps each of them may make.
 
     `choices` names the site of each array that chooses experts, `unwanted` those arrays whose queue is left as it is
     written; `sorted` are the sites whose positions come out of a sort by expert; `chosen` has the indices of a site

@@ -47,6 +47,7 @@ from moe_xla.passes.recover.terms import (
     Var,
     factor_vars,
     fresh,
+    parts_of,
     substitute_factor,
 )
 from moe_xla.passes.recover.values import Piece, Value, of_literal, of_node
@@ -298,7 +299,6 @@ class Thresholds:
         self._graph = graph
         self._session = session
         self._steps = steps
-        self._known: dict[Node, list[frozenset[Factor]]] = {}
 
     def at_experts(self, value: Value | None, source: Any) -> Value | None:
         """A value as pieces at the experts that it is not zero for, a condition at those where it may hold."""
@@ -332,28 +332,20 @@ class Thresholds:
         return Factor(self._graph.leaf(wire, wire.shape, wire.dtype), factor.args)
 
     def _choice(self, condition: Factor, source: Any) -> _Choice | None:
-        """The assignments that a condition keeps: of a choice that is known, if they are all among its assignments."""
+        """The assignments that a condition keeps: those of a known index, if it keeps no others than that one."""
         masks = {c: self._mask_of(c) for c in _disjuncts(condition)}
         (scores, axis), *others = {(m.scores, m.axis) for m in masks.values()}
         expert = scores.args[axis]
         if others or not isinstance(expert, Var) or set(factor_vars([condition])) - set(factor_vars([scores])):
             return None
-        index = self._index(scores.node, axis, source)
         tokens = tuple(a for i, a in enumerate(scores.args) if i != axis)
-        names: dict[Var, Term] = {a: Var(i, a.size) for i, a in enumerate(scores.args) if isinstance(a, Var)}
-        here = frozenset(substitute_factor(f, names) for c, m in masks.items() for f in (c, _is_nan(self._graph, m)))
-        known = self._known.setdefault(index, [])
-        wider = next((k for k in known if here <= k), None)
-        if wider is None:
-            known.append(here)
+        names: dict[Var, Term] = {a: Var(i, a.size) for i, a in enumerate((*tokens, expert)) if isinstance(a, Var)}
+        wanted = {substitute_factor(f, names) for c, m in masks.items() for f in (c, _is_nan(self._graph, m))}
+        index = self._index(scores.node, axis, wanted, source)
         levels = frozenset().union(*(m.levels for m in masks.values()))
-        expected = self._graph.expected
-        expected[index] = max(expected.get(index, 0), len(levels))
-        choice = fresh(expert.size)
-        back = {Var(i, a.size): choice if i == axis else a for i, a in enumerate(scores.args)}
-        conditions = sorted(wider or here, key=repr)
-        kept = functools.reduce(lambda a, b: self._graph.map(prims.or_p, {}, [a, b], np.dtype(bool)), conditions)
-        return _Choice(expert, Idx(index, (*tokens, choice), expert.size), substitute_factor(kept, back))
+        self._graph.expected[index] = max(self._graph.expected.get(index, 0), len(levels))
+        place = Idx(index, (*tokens, fresh(expert.size)), expert.size)
+        return _Choice(expert, place, kept_at(self._graph, place))
 
     def _mask_of(self, condition: Factor) -> Mask:
         """The mask that a condition without `or` is, read where it is read."""
@@ -362,19 +354,26 @@ class Thresholds:
         names = whole.node.bind(whole.args)
         return mask._replace(scores=substitute_factor(mask.scores, names), limit=substitute_factor(mask.limit, names))
 
-    def _index(self, scores: Node, axis: int, source: Any) -> Node:
-        """The index of experts by token and choice, an array 0, 1, … along the choices that a step of ours makes."""
-        known = self._graph.choosing
-        if (scores, axis) not in known:
-            known[scores, axis] = self._new_index(scores, axis, source)
-        return known[scores, axis]
+    def _index(self, scores: Node, axis: int, wanted: set[Factor], source: Any) -> Node:
+        """An index of experts by token and choice that keeps what one of some conditions, over its variables, wants."""
+        known = self._graph.choosing.setdefault((scores, axis), [])
+        wider = [i for i in known if wanted <= set(_disjuncts(self._graph.kept[i]))]
+        index = next((i for i in wider if i in self._session.masked), wider[0] if wider else None)
+        if index is None:
+            index = self._new_index(scores, axis, len(known), source)
+            self._graph.kept[index] = functools.reduce(
+                lambda a, b: self._graph.map(prims.or_p, {}, [a, b], np.dtype(bool)), sorted(wanted, key=repr)
+            )
+            known.append(index)
+        return index
 
-    def _new_index(self, scores: Node, axis: int, source: Any) -> Leaf:
+    def _new_index(self, scores: Node, axis: int, turn: int, source: Any) -> Leaf:
+        """An array 0, 1, … along the choices, which a step of ours makes."""
         assert isinstance(scores, Leaf)
         shape = (*(n for i, n in enumerate(scores.shape) if i != axis), scores.shape[axis])
         made = jax.make_jaxpr(lambda: lax.broadcasted_iota(np.int32, shape, len(shape) - 1))()
         step = Step(made.jaxpr.eqns[0], (), source=source)
-        number = self._session.number(("experts by threshold", scores.wire.number, axis))
+        number = self._session.number(("experts by threshold", scores.wire.number, axis, turn))
         wire = Wire(shape, np.dtype(np.int32), step, number=number)
         step.outputs = (wire,)
         self._steps.append(step)
@@ -384,12 +383,30 @@ class Thresholds:
         return leaf
 
 
+def is_over_pairs(graph: Graph, value: Value) -> bool:
+    """Whether a value has one number for each pair of token and expert, as gradients of weights do."""
+    return is_floating(value.dtype) and value.background is None and all(_is_pair(graph, p) for p in value.pieces)
+
+
+def _is_pair(graph: Graph, piece: Piece) -> bool:
+    parts = [part for a in piece.axes for part in parts_of(a)]
+    indices = [p for p in parts if isinstance(p, Idx)]
+    if len(indices) != 1 or indices[0].node not in graph.kept or piece.hidden or piece.equalities:
+        return False
+    return {p for p in parts if isinstance(p, Var)} <= set(indices[0].args)
+
+
+def kept_at(graph: Graph, place: Idx) -> Factor:
+    """The condition under which an assignment of a choice by a threshold is kept."""
+    return substitute_factor(graph.kept[place.node], dict(zip(place.node.variables, place.args, strict=True)))
+
+
 def is_made_by_choice(graph: Graph, session: Any, node: Node) -> bool:
     """Whether an array is made with masks by which a layer chooses its experts."""
     if not graph.choosing:
         return False
-    indices = (graph.choosing.get((mask.scores.node, mask.axis)) for mask in _masks_in(graph, node))
-    return any(index in session.masked for index in indices)
+    masks = _masks_in(graph, node)
+    return any(index in session.masked for m in masks for index in graph.choosing.get((m.scores.node, m.axis), ()))
 
 
 def carry_mask(
@@ -400,28 +417,38 @@ def carry_mask(
     rebuilt: Factor,
     translated: Callable[[Factor], Factor],
 ) -> None:
-    """Notes a mask of another scope, and the index of the experts it chooses, where it was rebuilt."""
-    mask, index = source.masks.get(factor.node), None
-    if mask is not None:
-        index = source.choosing.get((mask.scores.node, mask.axis))
-    if mask is None or index not in session.masked or index is None or rebuilt.node in target.masks:
+    """Notes a mask of another scope, and the indices of the experts that it chooses, where it was rebuilt."""
+    mask = source.masks.get(factor.node)
+    if mask is None or rebuilt.node in target.masks:
         return
+    indices = [i for i in source.choosing.get((mask.scores.node, mask.axis), ()) if i in session.masked]
     names = dict(zip(factor.node.variables, factor.args, strict=True))
     here = substitute_factor(mask.scores, names)
     expert = here.args[mask.axis]
     scores, limit = translated(here), translated(substitute_factor(mask.limit, names))
-    back: dict[Var, Term] = {a: Var(i, a.size) for i, a in enumerate(rebuilt.args) if isinstance(a, Var)}
-    if expert not in scores.args or not set(factor_vars([scores, limit])) <= set(back):
+    back = _own_variables(rebuilt.args)
+    if not indices or expert not in scores.args or not set(factor_vars([scores, limit])) <= set(back):
         return
     axis = scores.args.index(expert)
-    tokens = (a for i, a in enumerate(here.args) if i != mask.axis)
-    inner = translated(Factor(index, (*tokens, fresh(expert.size))))
-    target.choosing.setdefault((scores.node, axis), inner.node)
-    target.expected[inner.node] = source.expected[index]
-    session.masked.add(inner.node)
     target.masks[rebuilt.node] = mask._replace(
         scores=substitute_factor(scores, back), limit=substitute_factor(limit, back), axis=axis
     )
+    known = target.choosing.setdefault((scores.node, axis), [])
+    tokens = [a for i, a in enumerate(here.args) if i != mask.axis]
+    for index in indices:
+        place = Idx(index, (*tokens, fresh(expert.size)), expert.size)
+        inner, kept = translated(place.factor), translated(kept_at(source, place))
+        own = _own_variables(inner.args)
+        if inner.node in target.kept or not set(factor_vars([kept])) <= set(own):
+            continue
+        target.kept[inner.node], target.expected[inner.node] = substitute_factor(kept, own), source.expected[index]
+        session.masked.add(inner.node)
+        known.append(inner.node)
+
+
+def _own_variables(args: Sequence[Term]) -> dict[Var, Term]:
+    """The places at which a node is read as the node's own variables."""
+    return {a: Var(i, a.size) for i, a in enumerate(args) if isinstance(a, Var)}
 
 
 def _is_nan(graph: Graph, mask: Mask) -> Factor:

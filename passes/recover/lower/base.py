@@ -13,6 +13,7 @@ from moe_xla.passes.recover.interpret import Recovery
 from moe_xla.passes.recover.loads import Numbers, is_capacity, numbers_of_layers
 from moe_xla.passes.recover.nodes import (
     Ein,
+    Graph,
     Node,
 )
 from moe_xla.passes.recover.program import Step, Wire
@@ -29,6 +30,7 @@ from moe_xla.passes.recover.terms import (
     substitute_factor,
     term_vars,
 )
+from moe_xla.passes.recover.thresholds import kept_at
 
 # Operations through which a queue position may pass in dropless: they do not ask whether it exceeds a capacity.
 POSITION_SAFE = frozenset(
@@ -161,11 +163,16 @@ class Emitter:
         return self.stack[-1] if self.stack else None
 
 
-def routing_by(index: Idx, conditions: Sequence[Factor]) -> Routing:
-    """The routing by an index; conditions that read more than its variables do not count."""
+def routing_by(graph: Graph, index: Idx, conditions: Sequence[Factor]) -> Routing:
+    """The routing by an index; conditions that read more than its variables do not count.
+
+    All work of experts that a threshold chooses is on the same rows, whatever else is asked of them.
+    """
     names: dict[Var, Term] = {v: Var(i, v.size) for i, v in enumerate(term_vars(index))}
     place = substitute(index, names)
     assert isinstance(place, Idx)
+    if place.node in graph.kept:
+        return Routing(place, frozenset({kept_at(graph, place)}))
     return Routing(
         place, frozenset(substitute_factor(c, names) for c in conditions if set(factor_vars([c])) <= set(names))
     )

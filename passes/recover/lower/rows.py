@@ -80,7 +80,7 @@ class RowEmitter(DefinitionEmitter):
             if grouping is None:
                 return None
             variables = term_vars(grouping.place)
-            routing = routing_by(grouping.place, [*node.guards, *node.domain])
+            routing = routing_by(self.graph, grouping.place, [*node.guards, *node.domain])
             return Layout(routing, tuple(node.out.index(v) for v in variables))
         if isinstance(node, Map):
             for operand in node.operands:
@@ -132,7 +132,7 @@ class RowEmitter(DefinitionEmitter):
         assert grouping is not None
         points = term_vars(grouping.place)
         inner, free = grouping.inner, grouping.free
-        left = self.product_rows(grouping.left, layout.routing, points, inner, ())
+        left = self.product_rows(grouping.left, layout.routing, points, inner, node.guards)
         rows = lax.reshape(left, (left.shape[0], math.prod(v.size for v in inner)))
         weights, args = self._at_fixed_places(grouping.weight)
         axis = args.index(grouping.place)

@@ -29,6 +29,7 @@ from moe_xla.passes.recover.nodes import (
     is_floating,
 )
 from moe_xla.passes.recover.terms import (
+    UNIT,
     Const,
     Factor,
     Idx,
@@ -281,7 +282,7 @@ class SumEmitter(RowEmitter):
 
     def _reduced_routing(self, node: Ein, index: Idx) -> Routing:
         """The routing to reduce on: one that the factors live on already, if its conditions are among the node's."""
-        whole = routing_by(index, node.guards)
+        whole = routing_by(self.graph, index, node.guards)
         for factor in node.factors:
             layout = self.layout(factor.node)
             if layout is not None and all(isinstance(a, Var) for a in factor.args):
@@ -309,8 +310,18 @@ class SumEmitter(RowEmitter):
         order = [indices[0], *dense]
         return lax.transpose(largest, [order.index(t) for t in out])
 
+    def _are_pairs(self, indices: list[Idx], out: tuple[Term, ...]) -> bool:
+        """Whether experts that a threshold chooses stand beside all else that the index is over: choice j is expert j."""
+        if len(indices) != 1 or indices[0].node not in self.graph.kept:
+            return False
+        *tokens, choice = indices[0].args
+        return isinstance(choice, Var) and choice not in out and set(tokens) - {UNIT} == set(out) - {indices[0]}
+
     def _scattered(self, node: Ein, out: tuple[Term, ...], indices: list[Idx]) -> Any:
         points = vars_of(indices)
+        if set(out) == {*indices, *(v for v in points if v in out)} and self._are_pairs(indices, out):
+            pairs = [t.args[-1] if isinstance(t, Idx) else t for t in out]
+            return self.einsum(node.factors, node.guards, pairs, node.coef, node.dtype)  # type: ignore[arg-type]
         dense = tuple(t for t in out if isinstance(t, Var) and t not in points)
         self.refuse_wide_rows(indices, dense)
         if dense and any(t in points for t in out) and is_floating(node.dtype):
