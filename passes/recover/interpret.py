@@ -59,7 +59,14 @@ from moe_xla.passes.recover.rules.table import Rule
 from moe_xla.passes.recover.scopes import CHECKPOINTS, SCANS, Entrance, Exit, Scope
 from moe_xla.passes.recover.session import Path, Session, Weighted
 from moe_xla.passes.recover.terms import Factor, Idx, IndexKey, Var, has_idx, key_of, parts_of
-from moe_xla.passes.recover.thresholds import COMPARISONS, MEETINGS, Thresholds, is_over_pairs, note_mask
+from moe_xla.passes.recover.thresholds import (
+    COMPARISONS,
+    MEETINGS,
+    Thresholds,
+    is_made_by_choice,
+    is_over_pairs,
+    note_mask,
+)
 from moe_xla.passes.recover.values import (
     Contradiction,
     NoRule,
@@ -344,8 +351,10 @@ class Recovery:
 
     def _is_choice(self, wire: Wire) -> bool:
         """Whether an array may be the choice of a layer, made outside of the body that is given it."""
-        value = wire.value
-        return value is not None and value.is_plain and value.factor.node in self.graph.bounds
+        if wire.value is None or not wire.value.is_plain:
+            return False
+        node = wire.value.factor.node
+        return node in self.graph.bounds or is_made_by_choice(self.graph, self.session, node)
 
     def _scan(self, scope: Scope, inputs: Sequence[Wire]) -> list[Wire]:
         consts, carries = scan_counts(scope.eqn)

@@ -361,9 +361,7 @@ class Thresholds:
         index = next((i for i in wider if i in self._session.masked), wider[0] if wider else None)
         if index is None:
             index = self._new_index(scores, axis, len(known), source)
-            self._graph.kept[index] = functools.reduce(
-                lambda a, b: self._graph.map(prims.or_p, {}, [a, b], np.dtype(bool)), sorted(wanted, key=repr)
-            )
+            self._graph.kept[index] = _any_of(self._graph, wanted)
             known.append(index)
         return index
 
@@ -437,13 +435,31 @@ def carry_mask(
     tokens = [a for i, a in enumerate(here.args) if i != mask.axis]
     for index in indices:
         place = Idx(index, (*tokens, fresh(expert.size)), expert.size)
-        inner, kept = translated(place.factor), translated(kept_at(source, place))
-        own = _own_variables(inner.args)
-        if inner.node in target.kept or not set(factor_vars([kept])) <= set(own):
+        inner = translated(place.factor)
+        if inner.node in target.kept:
             continue
-        target.kept[inner.node], target.expected[inner.node] = substitute_factor(kept, own), source.expected[index]
+        own = _own_variables(inner.args)
+        conditions = [_carried(target, c, translated) for c in _disjuncts(kept_at(source, place))]
+        if not set(factor_vars(conditions)) <= set(own):
+            continue
+        target.kept[inner.node] = _any_of(target, {substitute_factor(c, own) for c in conditions})
+        target.expected[inner.node] = source.expected[index]
         session.masked.add(inner.node)
         known.append(inner.node)
+
+
+def _carried(target: Graph, condition: Factor, translated: Callable[[Factor], Factor]) -> Factor:
+    """A mask, or the test whether a limit is NaN, in another scope."""
+    if not is_map(condition, "ne"):
+        return translated(condition)
+    limit, itself = operands_at(condition)
+    return target.compare(prims.ne_p, translated(limit), translated(itself))
+
+
+def _any_of(graph: Graph, conditions: set[Factor]) -> Factor:
+    return functools.reduce(
+        lambda a, b: graph.map(prims.or_p, {}, [a, b], np.dtype(bool)), sorted(conditions, key=repr)
+    )
 
 
 def _own_variables(args: Sequence[Term]) -> dict[Var, Term]:

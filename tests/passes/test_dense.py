@@ -96,13 +96,6 @@ def _mixture(params, x):
     return dense.summed(dense.every_expert(params, x), jax.nn.softmax(x @ params["wg"]))
 
 
-def _threshold(params, x):
-    """Ties would choose more experts than K."""
-    probs = jax.nn.softmax(x @ params["wg"])
-    least = lax.top_k(probs, dense.CHOICES)[0][:, -1:]
-    return dense.summed(dense.every_expert(params, x), jnp.where(probs >= least, probs, 0))
-
-
 def _input_gated_biased(params, x):
     """Experts of zero are not zero: those that are not chosen count too."""
     rows = jnp.einsum("td,te->ted", x, dense.weights(params, x))
@@ -143,7 +136,6 @@ KEPT = {
     "result": _result,
     "large_negative_mask": _large_negative_mask,
     "mixture": _mixture,
-    "threshold": _threshold,
     "input_gated_biased": _input_gated_biased,
     "all_chosen": _all_chosen,
     "switch_with_identity": _switch_with_identity,

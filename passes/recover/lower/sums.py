@@ -311,7 +311,7 @@ class SumEmitter(RowEmitter):
         return lax.transpose(largest, [order.index(t) for t in out])
 
     def _are_pairs(self, indices: list[Idx], out: tuple[Term, ...]) -> bool:
-        """Whether experts that a threshold chooses stand beside all else that the index is over: choice j is expert j."""
+        """Whether experts of a threshold stand beside all else that their index is over: choice j is expert j."""
         if len(indices) != 1 or indices[0].node not in self.graph.kept:
             return False
         *tokens, choice = indices[0].args
