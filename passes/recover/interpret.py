@@ -33,6 +33,7 @@ from moe_xla.passes.recover.facts import (
     tainting_sites,
 )
 from moe_xla.passes.recover.grouping import choices_in, leaves_of, matmul_indices
+from moe_xla.passes.recover.masks import COMPARISONS, note_mask
 from moe_xla.passes.recover.nodes import (
     Ein,
     Graph,
@@ -59,14 +60,7 @@ from moe_xla.passes.recover.rules.table import Rule
 from moe_xla.passes.recover.scopes import CHECKPOINTS, SCANS, Entrance, Exit, Scope
 from moe_xla.passes.recover.session import Path, Session, Weighted
 from moe_xla.passes.recover.terms import Factor, Idx, IndexKey, Var, has_idx, key_of, parts_of
-from moe_xla.passes.recover.thresholds import (
-    COMPARISONS,
-    MEETINGS,
-    Thresholds,
-    is_made_by_choice,
-    is_over_pairs,
-    note_mask,
-)
+from moe_xla.passes.recover.thresholds import MEETINGS, Thresholds, is_made_by_choice, is_over_pairs
 from moe_xla.passes.recover.values import (
     Contradiction,
     NoRule,

@@ -638,6 +638,21 @@ def _dense_take(p, write, params, x, gate, index, probs):
     return write("gtk,gtkd->gtd", gate, jnp.take_along_axis(every, index[..., None], axis=1))
 
 
+def _dense_threshold(p, write, params, x, gate, index, probs):
+    """All experts as probable as the last of the chosen ones."""
+    weights = jnp.where(probs >= lax.top_k(probs, p.choices)[0][..., -1:], probs, 0)
+    return write("gte,getd->gtd", normalised(weights), _every(p, write, params, x))
+
+
+def _dense_maxima(p, write, params, x, gate, index, probs):
+    """The same, by repeated maxima of what is not chosen yet."""
+    left, chosen = probs, jnp.zeros(probs.shape, bool)
+    for _ in range(p.choices):
+        best = left >= left.max(-1, keepdims=True)
+        left, chosen = jnp.where(best, -jnp.inf, left), chosen | best
+    return write("gte,getd->gtd", probs * chosen, _every(p, write, params, x))
+
+
 def _dense_loop(p, write, params, x, gate, index, probs):
     own, y = own_params(params), jnp.zeros_like(x)
     for e in range(p.experts):
@@ -663,6 +678,8 @@ DENSE: dict[str, Callable] = {
     "dense_softmax": _dense_softmax,
     "dense_set": _dense_set,
     "dense_take": _dense_take,
+    "dense_threshold": _dense_threshold,
+    "dense_maxima": _dense_maxima,
     "dense_loop": _dense_loop,
     "dense_gather": _dense_gather,
 }
