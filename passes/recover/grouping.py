@@ -92,14 +92,22 @@ def _is_expert_work(graph: Graph, node: Node, grouping: Grouping) -> bool:
 
 
 def _picked_from(graph: Graph, node: Node) -> frozenset[Leaf]:
-    """The arrays that a node reads at data-dependent places."""
+    """The arrays that a node reads at data-dependent places, but for the scores by which a threshold chooses."""
     key = ("picked", node)
     if key not in graph.memo:
         read = direct_operands(node)
-        here = [leaves_of(graph, f.node) for f in read if any(has_idx(a) for a in f.args)]
+        here = [leaves_of(graph, f.node) for f in read if any(map(has_idx, f.args)) and not _is_of_pairs(graph, f)]
         graph.memo[key] = frozenset().union(*here, *(_picked_from(graph, f.node) for f in read))
     arrays: frozenset[Leaf] = graph.memo[key]
     return arrays
+
+
+def _is_of_pairs(graph: Graph, factor: Factor) -> bool:
+    """Whether a factor is one number for each pair of token and expert, read where a threshold chooses the expert."""
+    index = next((a for a in factor.args if isinstance(a, Idx)), None)
+    if index is None or index.node not in graph.kept:
+        return False
+    return set(factor.args) <= {index, *index.args}
 
 
 # Weights are inputs of a program, or a few equations away from one: casts, reshapes, slices of stacked layers.

@@ -47,7 +47,7 @@ from moe_xla.passes.recover.terms import (
     parts_of,
     substitute_factor,
 )
-from moe_xla.passes.recover.values import Piece, Value, of_literal, of_node
+from moe_xla.passes.recover.values import Piece, Value, as_condition, of_literal, of_node
 
 # Operations in which an array that is zero for most experts may meet the work of all of them.
 MEETINGS = frozenset({"mul", "select_n", "dot_general"})
@@ -81,9 +81,13 @@ class Thresholds:
         choice = self._choice(condition, source) if condition is not None else None
         if choice is None:
             return None
-        factors = tuple(self._as_it_is(f, choice) for f in _multiplied(factor))
-        piece = Piece(value.pieces[0].axes, factors).substitute({choice.expert: choice.place})
-        return Value(value.shape, value.dtype, (piece.replace(guards=(choice.kept,)),), background)
+        pairs = {choice.expert, *factor_vars([choice.kept])}
+        factors, guards = _multiplied(graph, factor, pairs)
+        factors = [self._as_it_is(f, choice.expert, pairs) for f in factors]
+        piece = Piece(value.pieces[0].axes, tuple(factors), guards=tuple(guards))
+        piece = piece.substitute({choice.expert: choice.place})
+        kept = piece.replace(guards=(choice.kept, *piece.guards))
+        return Value(value.shape, value.dtype, (kept,), background)
 
     def are_used(self, indices: frozenset[Idx]) -> bool:
         """Whether a choice by a threshold is among the indices of some work, which is then noted."""
@@ -91,12 +95,12 @@ class Thresholds:
         self._session.masked |= found
         return bool(found)
 
-    def _as_it_is(self, factor: Factor, choice: _Choice) -> Factor:
+    def _as_it_is(self, factor: Factor, expert: Var, pairs: set[Var]) -> Factor:
         """A weight or mask as the array that the program computes: read on rows, not computed there again."""
-        wire, places = factor.node.origin, {choice.expert, *factor_vars([choice.kept])}
-        if wire is None or wire.shape != factor.node.shape or not set(factor_vars([factor])) <= places:
+        wire, used = factor.node.origin, set(factor_vars([factor]))
+        if wire is None or wire.shape != factor.node.shape or expert not in used or not used <= pairs:
             return factor
-        if choice.expert not in factor_vars([factor]) or where_not_zero(self._graph, factor) is None:
+        if where_not_zero(self._graph, factor) is None:
             return factor
         return Factor(self._graph.leaf(wire, wire.shape, wire.dtype), factor.args)
 
@@ -235,5 +239,16 @@ def _is_nan(graph: Graph, mask: Mask) -> Factor:
     return graph.compare(prims.ne_p, mask.limit, mask.limit)
 
 
-def _multiplied(factor: Factor) -> list[Factor]:
-    return [f for op in operands_at(factor) for f in _multiplied(op)] if is_map(factor, "mul") else [factor]
+def _multiplied(graph: Graph, factor: Factor, pairs: set[Var]) -> tuple[list[Factor], list[Factor]]:
+    """The factors of a product, and the conditions over pairs of tokens and experts under which it is not zero."""
+    if set(factor_vars([factor])) <= pairs:
+        return [factor], []
+    if is_map(factor, "mul"):
+        parts = [_multiplied(graph, op, pairs) for op in operands_at(factor)]
+        return [f for factors, _ in parts for f in factors], [g for _, guards in parts for g in guards]
+    if is_map(factor, "select_n") and is_floating(factor.node.dtype):
+        condition, rest = as_condition(graph, factor)
+        if condition is not None and rest is not None and set(factor_vars([condition])) <= pairs:
+            factors, guards = _multiplied(graph, rest, pairs)
+            return factors, [condition, *guards]
+    return [factor], []

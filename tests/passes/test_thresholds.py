@@ -73,6 +73,24 @@ def test_masks_that_are_not_joined():
         assert_close(step(*inputs), quick_jit(program)(*inputs), 1e-11)
 
 
+@pytest.mark.parametrize("name", ["above_the_second", "last_of_top_k", "second_of_the_rest"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.usefixtures("x64")
+def test_a_stack_of_layers(name, dtype):
+    """The scores of a layer come from all the layers before it."""
+
+    def layers(params, x):
+        for _ in range(4):
+            x = x + 0.1 * thresholds.LAYERS[name](params, jnp.tanh(x))
+        return x
+
+    step, sites = _sites(_step(layers), _inputs(dtype))
+    assert [(s.status, s.choices) for s in sites] == [("rewritten", 2)] * 4
+    if dtype == "float64":
+        for inputs in (_inputs(dtype), _tied(dtype)):
+            assert_close(step(*inputs), quick_jit(_step(layers))(*inputs), 1e-11)
+
+
 @pytest.mark.usefixtures("x64")
 def test_ties_choose_more_experts():
     """What the tests above compare: a top-k choice would give other numbers."""
