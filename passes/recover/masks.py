@@ -233,6 +233,8 @@ def _where_finite(graph: Graph, factor: Factor) -> Factor | None:
         return _where_finite(graph, ops[0])
     if is_map(factor, "sub"):
         return _if_alike(graph, _where_finite(graph, ops[0]), ops[1])
+    if is_map(factor, "mul", "div") and (scale := literal(ops[1])) is not None and 0 < scale < np.inf:
+        return _where_finite(graph, ops[0])
     return _where_selected(graph, ops, -np.inf, _where_finite) if is_map(factor, "select_n") else None
 
 

@@ -100,6 +100,12 @@ def masked_softmax(params, x):
 
 
 @layer
+def masked_at_a_temperature(params, x):
+    logits = x @ params["wg"]
+    return summed(every_expert(params, x), jax.nn.softmax(jnp.where(logits >= last(logits), logits, -jnp.inf) / 0.7))
+
+
+@layer
 def below_in_order(params, x):
     """What is below the limit, found by sorting, is taken out."""
     logits = x @ params["wg"]
@@ -121,6 +127,25 @@ def input_masked(params, x):
     weight = probs * (probs >= lax.top_k(probs, CHOICES)[0].min(-1, keepdims=True))
     hidden = jax.nn.silu(jnp.einsum("ted,edf->tef", x[:, None] * (weight > 0)[..., None], params["w1"]))
     return (jnp.einsum("tef,efd->ted", hidden, params["w2"]) * weight[..., None]).sum(1)
+
+
+@layer
+def padding_tokens(params, x):
+    """Tokens that are padding have no experts; their scores are all zero, and all equal."""
+    scores = scores_of(params, x) * (x[:, :1] > -0.5)
+    chosen = (scores >= last(scores)) & (x[:, 1:2] > -0.9)
+    hidden = jax.nn.gelu(jnp.einsum("td,edf->tef", x, params["w1"]) + params["b1"])
+    out = jnp.einsum("tef,efd->ted", hidden, params["w2"]) + params["b2"]
+    return summed(out, jnp.where(chosen, scores, 0))
+
+
+@layer
+def mask_as_weight(params, x):
+    """Experts first; each chosen one counts as much."""
+    scores = params["wg"].T @ x.T
+    chosen = (scores >= lax.top_k(scores.T, CHOICES)[0][:, -1]).astype(x.dtype)
+    hidden = jax.nn.silu(jnp.einsum("td,edf->etf", x, params["w1"]))
+    return jnp.einsum("etf,efd,et->td", hidden, params["w2"], chosen / chosen.sum(0))
 
 
 @layer

@@ -212,6 +212,25 @@ def _also_summed(params, x):
     return dense.summed(out, jnp.where(probs >= last(probs), probs, 0)) + 0.1 * jnp.sin(out).mean(1)
 
 
+def _straight_through(params, x):
+    """The backward pass of the gates asks for the work of every expert."""
+    probs = scores_of(params, x)
+    chosen = (probs >= last(probs)).astype(x.dtype)
+    return dense.summed(dense.every_expert(params, x), probs + lax.stop_gradient(chosen - probs))
+
+
+def _little_elsewhere(params, x):
+    probs = scores_of(params, x)
+    return dense.summed(dense.every_expert(params, x), jnp.where(probs >= last(probs), probs, 0) + 1e-3)
+
+
+def _one_mask_or_another(params, x):
+    """Masks of different scores, of which either may choose."""
+    probs, other = scores_of(params, x), x @ params["b2"].T
+    chosen = (probs >= last(probs)) | (other >= largest(other))
+    return dense.summed(dense.every_expert(params, x), jnp.where(chosen, probs, 0))
+
+
 def _hard_attention(params, x):
     """The token that is attended to most: no weights of experts are multiplied."""
     weight = jax.nn.softmax((x @ params["wg"]) @ (x @ params["wg"]).T)
@@ -238,6 +257,9 @@ KEPT = {
         _all_but_the_best,
         _large_negative_mask,
         _also_summed,
+        _straight_through,
+        _little_elsewhere,
+        _one_mask_or_another,
         _hard_attention,
         _causal_attention,
     )
