@@ -29,12 +29,14 @@ from moe_xla.passes.advice import advice_for
 from moe_xla.passes.apart import with_bodies_apart
 from moe_xla.passes.leftover import does_work_by_expert, does_work_of_every_expert
 from moe_xla.passes.probe import Outcome, Plan, probe
+from moe_xla.passes.recover.branches import CONDS
 from moe_xla.passes.recover.facts import assignments_of, choices_of, distinct_of
 from moe_xla.passes.recover.grouping import leaves_of
 from moe_xla.passes.recover.interpret import Recovery, describe
 from moe_xla.passes.recover.loads import is_use_of_capacity, numbers_of_layers
 from moe_xla.passes.recover.lower import Lowering, Refusal
 from moe_xla.passes.recover.nodes import TooLarge, is_floating
+from moe_xla.passes.recover.scopes import SCANS
 from moe_xla.passes.recover.session import Session
 from moe_xla.passes.recover.terms import Const, key_of, term_vars
 from moe_xla.passes.recover.values import NoRule
@@ -297,7 +299,7 @@ def _rewritten(
             outcomes = _outcomes(closed, result, session, layers, options, compare)
         refusal = result if isinstance(result, Refusal) else _differing(outcomes) if refuses else None
         if refusal is None and isinstance(result, _Emission):
-            refusal = _with_rest(session, result.program, _axes_of_pairs(session) if allows_rest else None)
+            refusal = _with_rest(session, result.program, _axes_of_pairs(closed, session) if allows_rest else None)
         if refusal is not None:
             _step_down(session, refusal, modes, denials, options.semantics)
         elif isinstance(result, _Emission):
@@ -317,6 +319,12 @@ def _budget(closed: jex.core.ClosedJaxpr) -> int:
 
 def _equations(jaxpr: Any) -> int:
     return sum(1 + sum(map(_equations, jex.core.jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
+
+
+def _has_bodies(jaxpr: Any) -> bool:
+    """Whether a program has bodies of which a forward one hands on to a backward one."""
+    inner = (j for eqn in jaxpr.eqns for j in jex.core.jaxprs_in_params(eqn.params))
+    return any(eqn.primitive.name in SCANS | CONDS for eqn in jaxpr.eqns) or any(map(_has_bodies, inner))
 
 
 def _outcomes(
@@ -345,9 +353,11 @@ def _differing(outcomes: dict[Any, Outcome]) -> Refusal | None:
     return None
 
 
-def _axes_of_pairs(session: Session) -> dict[Any, int]:
-    """The layers whose experts are chosen by a mask, which their backward pass may not know any more; how many axes
-    their pairs of tokens and experts have."""
+def _axes_of_pairs(closed: jex.core.ClosedJaxpr, session: Session) -> dict[Any, int]:
+    """The layers whose experts are chosen by a mask, which a backward body may not know any more; how many axes their
+    pairs of tokens and experts have."""
+    if not session.masked or not _has_bodies(closed.jaxpr):
+        return {}
     masked = ((index, session.indices.get(index, {})) for index in session.masked)
     return {session.root(s): len(index.shape) for index, sites in masked for s in sites.values()}
 

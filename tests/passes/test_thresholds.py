@@ -151,6 +151,37 @@ def test_every_equation(name):
     assert moe_xla.verify(program, params, x, semantics="exact", every_equation=True).ok(rtol=1e-10)
 
 
+@pytest.mark.usefixtures("x64")
+def test_a_layer_beside_one_that_is_kept():
+    def layers(params, x):
+        return thresholds.last_of_top_k(params, x) + _also_summed(params, jnp.cos(x))
+
+    step, sites = _sites(_step(layers), _inputs(jnp.float64))
+    assert sorted(site.status for site in sites) == ["kept", "rewritten"]
+    assert_close(step(*_tied(jnp.float64)), quick_jit(_step(layers))(*_tied(jnp.float64)), 1e-11)
+
+
+def test_a_backward_scan_that_does_not_know_the_mask():
+    """A loop over experts hands on a column of weights for each: no layer is rewritten in its forward pass only."""
+
+    def layers(params, x):
+        return lax.scan(lambda x, _: (x + thresholds.loop(params, x), None), x, None, length=2)[0]
+
+    step, sites = _sites(_step(layers), _inputs(jnp.float32))
+    assert all(site.status == "kept" for site in sites)
+    assert str(step.trace(*_inputs(jnp.float32)).jaxpr) == str(
+        jax.jit(_step(layers)).trace(*_inputs(jnp.float32)).jaxpr
+    )
+
+
+@pytest.mark.parametrize("name", ["last_of_top_k", "scanned_layers"])
+def test_a_pattern_that_is_not_wanted(name):
+    program, inputs = _step(thresholds.LAYERS[name]), _inputs(jnp.float32)
+    step = moe_xla.moe_jit(program, patterns=["einsum_dispatch"], compiler_options=QUICK)
+    assert not step.explain(*inputs).sites
+    assert str(step.trace(*inputs).jaxpr) == str(jax.jit(program).trace(*inputs).jaxpr)
+
+
 # --- what must stay as it is
 
 
