@@ -38,8 +38,9 @@ def _sizes(shape: Iterable[int]) -> tuple[int, ...]:
 
 
 def _dots(jaxpr: Any) -> Iterator[Any]:
+    """The equations that contract; a product of two arrays without a sum is less work than that."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
+        if eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][0][0]:
             yield eqn
         for inner in jex.core.jaxprs_in_params(eqn.params):
             yield from _dots(inner)

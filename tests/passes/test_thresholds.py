@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from jax import lax
 import moe_xla
 from moe_xla import ops
 from tests.forms import dense, thresholds
-from tests.forms.check import QUICK, assert_close, quick_jit, shapes
+from tests.forms.check import QUICK, assert_close, quick_jit
 from tests.forms.form import EXPERTS, HIDDEN, MODEL, TOKENS, init_layer
 from tests.forms.thresholds import largest, last, scores_of
 from tests.passes.test_dense import _sites, _step
@@ -31,8 +32,16 @@ def _tied(dtype):
 
 def _dots_of_every_expert(step, inputs):
     """Contractions to arrays of tokens, experts and features: rows in the order of tokens have such axes too."""
-    found = shapes(step.trace(*inputs).jaxpr.jaxpr)
-    return [shape for shape, name in found if name == "dot_general" and {TOKENS, EXPERTS} < set(shape) - {2}]
+    found = _contractions(step.trace(*inputs).jaxpr.jaxpr)
+    return [shape for shape in found if {TOKENS, EXPERTS} < set(shape) - {2}]
+
+
+def _contractions(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][0][0]:
+            yield eqn.outvars[0].aval.shape
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from _contractions(inner)
 
 
 def _assert_rewritten(name, program, inputs, tolerance, semantics="exact"):
