@@ -42,8 +42,8 @@ class Session:
 
     `choices` names the site of each array that chooses experts, `unwanted` those arrays whose queue is left as it is
     written; `sorted` are the sites whose positions come out of a sort by expert; `chosen` has the indices of a site
-    without queues, `masked` those whose assignments masks keep, `contractions` the sites of contractions; `weighted` are
-    counts that are not known to be queue positions, `placed` those of them that are used as such.
+    without queues, `masked` those whose assignments masks keep, `contractions` the sites of contractions; `weighted`
+    are counts that are not known to be queue positions, `placed` those of them that are used as such.
     """
 
     modes: dict[Path, str]
