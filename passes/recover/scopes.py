@@ -161,6 +161,8 @@ class Translator:
         whole = is_integer(node.dtype) or is_boolean(node.dtype)
         if depends_on_rank(self.source, node) or (whole and _reads_integers(node)):
             return True
+        if node.name == "convert_element_type" and is_boolean(node.operands[0].node.dtype):
+            return True  # a truth value as a number is known to be 0 or 1
         return is_made_by_choice(self.source, self.session, node)
 
     def _map(self, factor: Factor, node: Map) -> Factor:

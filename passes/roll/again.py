@@ -84,10 +84,11 @@ def run_again(closed: Any, arrays: Sequence[Any], chosen: Sequence[Any], once: O
 
 
 def run_opened(closed: Any, arrays: Sequence[Any], once: Once) -> list[Any]:
-    """The results of a body that other bodies come before; parts that are to be rematerialised are run as they are."""
+    """The results of a body that comes after others; what a policy has it rematerialise in part is written out."""
 
     def bind(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-        return run_body(body_of(eqn), inputs, bind) if eqn.primitive.name in _REMATERIALISED else once(eqn, inputs)
+        in_part = eqn.primitive.name in _REMATERIALISED and eqn.params.get("policy") is not None
+        return run_body(body_of(eqn), inputs, bind) if in_part else once(eqn, inputs)
 
     return run_body(closed, arrays, bind)
 

@@ -42,6 +42,10 @@ NAMED: dict[str, Program] = {
     "use_rate_in_one_of_two_passes": Program(family="list", walk="unrolled", around="map", near_miss="use_rate"),
     # the capacity is below the first slot, so that everything is dropped
     "no_slot_below_the_capacity": Program(near_miss="from_slot_three"),
+    # padding tokens before the first token of an expert have no position there, and are not kept in dropless either
+    "padding_without_a_position": Program(
+        padding="data", rank="inside", sample="take", overflow="first_slot_sliced", around="map", metrics="dropped"
+    ),
     # rows in a branch are ordered by what was kept in another one, which must be handed to it
     "kept_choices_of_another_branch": Program(
         pick="einsum", order="offset", rank_dtype="float64", activation="one_plus_tanh", around="cond", taken="x"

@@ -11,12 +11,14 @@ import jax.extend.core.primitives as prims
 import numpy as np
 from jax import numpy as jnp
 
-from moe_xla.passes.recover.nodes import is_boolean, is_floating
+from moe_xla.passes.recover.facts import conjuncts, lower_bound, rank_of
+from moe_xla.passes.recover.nodes import is_boolean, is_floating, literal
 from moe_xla.passes.recover.rules.table import Context, rule
 from moe_xla.passes.recover.terms import (
     UNIT,
     Const,
     Factor,
+    Flat,
     Idx,
     Term,
     Var,
@@ -126,9 +128,9 @@ def _product_piece(context: Context, p: Piece, q: Piece, contraction: Contractio
     guards = [*p.guards, *q.guards]
     summed = [(a, b) for a, b in joined if ("left", a) not in out and ("right", b) not in out]
     for a, b in summed:
-        guards += existence(context, p.axes[a])
+        guards += existence(context, p.axes[a], guards)
         if q.axes[b] != p.axes[a]:
-            guards += existence(context, q.axes[b])
+            guards += existence(context, q.axes[b], guards)
     piece = Piece(axes, _factors(p, q, dtype), p.coef * q.coef, rest, tuple(dict.fromkeys(guards)))
     lost = [v for a, _ in summed for v in term_vars(p.axes[a])]
     return renormalised(graph, _count_lost(piece, lost))
@@ -139,9 +141,20 @@ def _factors(p: Piece, q: Piece, dtype: Any) -> tuple[Factor, ...]:
     return tuple(dict.fromkeys(factors)) if is_boolean(dtype) else factors
 
 
-def existence(context: Context, term: Any) -> list[Factor]:
-    """The conditions under which a place is on its axis, none on a slot axis without bound."""
-    return [] if context.is_unbounded(term) else in_range(context.graph, term)
+def existence(context: Context, term: Any, held: Sequence[Factor]) -> list[Factor]:
+    """The conditions under which a place is on its axis, beyond those that are `held`.
+
+    On a slot axis without bound there are no places below 0: what is not counted may have no position.
+    """
+    if isinstance(term, Flat):
+        return [g for part in term.parts for g in existence(context, part, held)]
+    if not context.is_unbounded(term):
+        return in_range(context.graph, term)
+    graph, fact = context.graph, rank_of(context.graph, term.factor)
+    if fact is not None and lower_bound(graph, fact, frozenset(c for g in held for c in conjuncts(g))) >= 0:
+        return []
+    counted = graph.compare(prims.ge_p, term.factor, 0)
+    return [] if literal(counted) else [counted]
 
 
 def _count_lost(piece: Piece, variables: Sequence[Var]) -> Piece:
@@ -167,7 +180,7 @@ def reduce_sum(context: Context, eqn: Any, value: Value) -> Value:
     for piece in value.pieces:
         guards = list(piece.guards)
         for i in axes:
-            guards += existence(context, piece.axes[i])
+            guards += existence(context, piece.axes[i], guards)
         kept = Piece(
             tuple(a for i, a in enumerate(piece.axes) if i not in axes),
             piece.factors,
@@ -211,7 +224,7 @@ def reduce_max(context: Context, eqn: Any, value: Value) -> Value:
         ):
             raise NoRule("a maximum over cells of several assignments")
         data = materialised(graph, piece.replace(guards=()), value.dtype)
-        for guard in [g for a in gone for g in existence(context, a)]:
+        for guard in [g for a in gone for g in existence(context, a, piece.guards)]:
             data = graph.select(guard, data, graph.lit(base, value.dtype))
         if any(a.size > 1 for a in gone):
             data = graph.map(prim, {}, [data, graph.lit(base, value.dtype)], value.dtype)
@@ -256,7 +269,7 @@ def _token_maximum(context: Context, value: Value, axes: Sequence[int], base: An
     hits = 0
     for piece in value.pieces:
         kept, hidden = _hidden_by(piece, axes)
-        there = [g for i in axes for g in existence(context, piece.axes[i])]
+        there = [g for i in axes for g in existence(context, piece.axes[i], piece.guards)]
         guards = list(dict.fromkeys([*piece.guards, *there]))
         data = materialised(graph, piece.replace(guards=()), dtype)
         if guards:
@@ -287,7 +300,9 @@ def _group_maximum(context: Context, value: Value, axes: Sequence[int], base: An
     filled: Value | None = None
     for piece in value.pieces:
         out = tuple(piece.axes[i] for i in kept)
-        guards = list(dict.fromkeys([*piece.guards, *(g for i in axes for g in existence(context, piece.axes[i]))]))
+        guards = list(
+            dict.fromkeys([*piece.guards, *(g for i in axes for g in existence(context, piece.axes[i], piece.guards))])
+        )
         indexed = [i for i, a in enumerate(out) if has_idx(a)]
         points = vars_of([out[i] for i in indexed])
         if len(indexed) != 1 or any(v in points for i, a in enumerate(out) if i not in indexed for v in term_vars(a)):

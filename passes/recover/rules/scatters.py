@@ -108,7 +108,7 @@ def _placed(context: Context, eqn: Any, shape: Sequence[int], columns: Sequence[
     batched = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
     axes: list[Term] = []
     left = [update.axes[a] for i, a in enumerate(free) if i not in batched.values()]
-    guards = [*update.guards, *(g for term in left for g in existence(context, term))]
+    guards = [*update.guards, *(g for term in left for g in existence(context, term, update.guards))]
     for d, size in enumerate(shape):
         own = update.axes[window.pop(0)] if d not in (*numbers.inserted_window_dims, *batched) else None
         if d in indexed and own is not None and own.size == size and _is_start(indexed[d], eqn):
