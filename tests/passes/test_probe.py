@@ -109,7 +109,7 @@ def _of_another_token(monkeypatch):
 def _dropped_rows_stay(monkeypatch):
     for module in (rows, sums):
         real = module.routing_by
-        monkeypatch.setattr(module, "routing_by", lambda index, conditions, real=real: real(index, ()))
+        monkeypatch.setattr(module, "routing_by", lambda graph, index, conditions, real=real: real(graph, index, ()))
         monkeypatch.setattr(module, "unheld", lambda guards, routing, points: [])
 
 
