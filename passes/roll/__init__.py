@@ -52,11 +52,7 @@ def _names(jaxpr: Any) -> set[str]:
 
 def rolled(closed: jex.core.ClosedJaxpr, again: bool = False) -> jex.core.ClosedJaxpr | None:
     """The program with its loops over experts rolled, or None if there are none; never raises for a valid program."""
-    try:
-        return _rolled(closed, again)
-    except Exception as error:  # a fault of ours must never reach the user's step: its loops stay as written
-        logging.warning("moe_xla: loops over experts stay as written: %s: %s", type(error).__name__, error)
-        return None
+    return _attempted(functools.partial(_rolled, again=again), closed)
 
 
 def over_tokens(closed: jex.core.ClosedJaxpr, is_layer: IsLayer) -> jex.core.ClosedJaxpr | None:
@@ -66,15 +62,19 @@ def over_tokens(closed: jex.core.ClosedJaxpr, is_layer: IsLayer) -> jex.core.Clo
     """
     if not _holds_token_scan(closed.jaxpr):
         return None
-    found = []
+    found: list[bool] = []
 
     def noted(program: jex.core.ClosedJaxpr) -> bool:
         found.append(is_layer(program))
         return found[-1]
 
+    result = _attempted(functools.partial(_over_tokens, is_layer=noted), closed)
+    return result if any(found) else None
+
+
+def _attempted(step: _Step, closed: jex.core.ClosedJaxpr) -> jex.core.ClosedJaxpr | None:
     try:
-        result = _over_tokens(closed, noted)
-        return result if any(found) else None
+        return step(closed)
     except Exception as error:  # a fault of ours must never reach the user's step: its loops stay as written
         logging.warning("moe_xla: loops over experts stay as written: %s: %s", type(error).__name__, error)
         return None
