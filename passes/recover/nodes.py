@@ -23,6 +23,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from moe_xla.passes._jax import array_type
+from moe_xla.passes.recover.attachments import ATTACHMENTS
 from moe_xla.passes.recover.literals import evaluate
 from moe_xla.passes.recover.terms import (
     Const,
@@ -323,7 +324,7 @@ def _is_positive(factor: Factor, or_zero: bool = False) -> bool:
         return or_zero and is_floating(ops[0].node.dtype) and _is_positive(ops[0], or_zero=True)
     if name in ("abs", "exp", "exp2", "square", "logistic") or (name == "integer_pow" and factor.node.params["y"] == 2):
         return or_zero
-    if name == "sqrt":
+    if name == "sqrt" or name in ATTACHMENTS:
         return _is_positive(ops[0], or_zero)
     if name == "max":
         return any(_is_positive(op, or_zero) for op in ops)
@@ -345,6 +346,11 @@ def is_map(factor: Factor, *names: str) -> bool:
 
 
 @functools.cache
+def is_inexact(dtype: Any) -> bool:
+    """Whether an array of a dtype can have a derivative."""
+    return not is_extended(dtype) and bool(jnp.issubdtype(dtype, np.inexact))
+
+
 def is_extended(dtype: Any) -> bool:
     """Whether the dtype is one of jax's extended ones (PRNG keys), which numpy does not know."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.extended))
@@ -521,7 +527,7 @@ class Graph:
         self._left -= 1
         if self._left < 0:
             raise TooLarge("its definitions grow too large to be followed")
-        ops = tuple(operands)
+        ops = tuple(operands) if is_inexact(dtype) else tuple(map(self._followed, operands))
         folded = self._fold(prim, params, ops, dtype)
         if folded is not None:
             return folded
@@ -557,7 +563,9 @@ class Graph:
 
     def _fold(self, prim: Any, params: dict[str, Any], ops: tuple[Factor, ...], dtype: Any) -> Factor | None:
         name = prim.name
-        if name in ("copy", "stop_gradient") or (name == "convert_element_type" and ops[0].node.dtype == dtype):
+        if name == "copy" or (name == "convert_element_type" and ops[0].node.dtype == dtype):
+            return ops[0]
+        if name in ATTACHMENTS and not self._has_derivative(ops[0].node):
             return ops[0]
         if (
             name == "convert_element_type"
@@ -573,6 +581,33 @@ class Graph:
             or self._fold_compare(name, ops, values)
             or self._fold_select(prim, params, ops, values, dtype)
         )
+
+    def _has_derivative(self, node: Node) -> bool:
+        """Whether the program, differentiated from outside, may ask for the derivative of an array."""
+        if not is_inexact(node.dtype) or isinstance(node, Lit | Iota | Rank):
+            return False
+        if not isinstance(node, Map):
+            return True
+        key = ("has_derivative", node)
+        if key not in self.memo:
+            self.memo[key] = any(self._has_derivative(op.node) for op in node.operands)
+        return bool(self.memo[key])
+
+    def _followed(self, factor: Factor) -> Factor:
+        """What is made into truth values or integers has no derivative: it is the same whatever the derivative of."""
+        node = factor.node
+        if not isinstance(node, Map) or not is_inexact(node.dtype):
+            return factor
+        key = ("followed", node)
+        if key not in self.memo:
+            if node.name in ATTACHMENTS:
+                self.memo[key] = self._followed(node.operands[0])
+            else:
+                operands = tuple(map(self._followed, node.operands))
+                same = operands == node.operands
+                self.memo[key] = None if same else self.map(node.prim, node.params, operands, node.dtype)
+        followed = self.memo[key]
+        return factor if followed is None else substitute_factor(followed, node.bind(factor.args))
 
     def _fold_logic(self, name: str, ops: tuple[Factor, ...], values: list[Any], dtype: Any) -> Factor | None:
         if name == "not" and is_boolean(dtype) and is_map(ops[0], "not"):

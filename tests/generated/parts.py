@@ -90,6 +90,16 @@ def _product(sizes) -> int:
     return product
 
 
+# --- derivatives that are not wanted
+
+DETACHED = ("gates", "dispatch", "combine", "buffer", "hidden", "out")
+
+
+def detached(p: Program, place: str, array: jax.Array) -> jax.Array:
+    """An array without its derivative, where the program takes it off at that place."""
+    return lax.stop_gradient(array) if p.detached == place else array
+
+
 # --- routers: scores, then a choice, then the gates of the chosen
 
 
@@ -415,7 +425,7 @@ def _network(p: Program, params: Params, rows: jax.Array, dot: Callable, bias: C
     hidden = ACTIVATIONS[p.activation](hidden)
     if p.matrices == 3:
         hidden = hidden * dot(rows, "w3")
-    out = dot(hidden, "w2")
+    out = dot(detached(p, "hidden", hidden), "w2")
     return out + bias("b2") if p.biases else out
 
 

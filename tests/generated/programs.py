@@ -98,6 +98,7 @@ class Program:
       put, take, total: scatter, gather and sum over choices of the family `scatter`.
       walk, behind: how the experts follow each other, and what stands behind their lists, in the family `list`.
       matrices, activation, biases, batching: the experts.
+      detached: where derivatives are stopped, see `parts.DETACHED`, if anywhere.
       around: control flow around the layer, see `AROUND`.
       taken: what the program returns, see `build`.
       loss: `square`, or a `sum`, whose cotangent is a constant.
@@ -140,6 +141,7 @@ class Program:
     activation: str = "relu"
     biases: bool = False
     batching: str = "einsum"
+    detached: str = "none"
     around: str = "plain"
     taken: str = "step"
     loss: str = "square"
@@ -203,6 +205,7 @@ def layer(p: Program, params: Params, x: jax.Array, capacity: int) -> tuple[jax.
     gate, index, probs = parts.route(p, params, x)
     if p.gates == "before":
         gate = parts.normalised(gate)
+    gate = parts.detached(p, "gates", gate)
     first = one_hot(index[..., 0], p.experts, dtype=x.dtype)
     aux = {"balance": p.experts * jnp.mean(jnp.sum(first.mean(-2) * probs.mean(-2), axis=-1))}
     if p.metrics == "load":
@@ -248,15 +251,16 @@ def _by_einsum(p, write, params, x, gate, index, position, valid, capacity):
         combine = jnp.roll(combine, 1, axis=-2)
     if p.near_miss == "twice_dispatched":
         dispatch = 2 * dispatch
+    dispatch, combine = parts.detached(p, "dispatch", dispatch), parts.detached(p, "combine", combine)
     aux = _metrics(p, kept, dispatch, position, capacity)
     dtype = {"x": x.dtype, "bool": bool, "int": jnp.int32}[p.mask_dtype]
     axes = p.axes if p.grouped else "ecd"
-    buffer = write(f"gtec,gtd->{axes}", dispatch.astype(dtype), x)
+    buffer = parts.detached(p, "buffer", write(f"gtec,gtd->{axes}", dispatch.astype(dtype), x))
     buffer = parts.BUFFER_MISSES.get(p.near_miss, lambda buffer: buffer)(buffer)
     run = functools.partial(parts.experts, p, write, axes=axes)
     if p.around == "checkpoint_experts":
         run = jax.checkpoint(run)
-    return write(f"gtec,{axes}->gtd", combine, run(params, buffer)), aux
+    return write(f"gtec,{axes}->gtd", combine, parts.detached(p, "out", run(params, buffer))), aux
 
 
 def _metrics(p, kept, dispatch, position, capacity) -> Params:
@@ -287,10 +291,10 @@ def _by_scatter(p, write, params, x, gate, index, position, valid, capacity):
     goes_to = e
     if valid is not None and p.near_miss != "padding_unmasked":
         goes_to = jnp.where(valid[:, None], index, p.experts).reshape(-1)  # padding: no such expert
-    buffer = parts.PUTS[p.put](p, x, goes_to, slot, capacity)
+    buffer = parts.detached(p, "buffer", parts.PUTS[p.put](p, x, goes_to, slot, capacity))
     buffer = parts.BUFFER_MISSES.get(p.near_miss, lambda buffer: buffer)(buffer)
     run = functools.partial(parts.experts, p, write, axes="ecd")
-    out = (jax.checkpoint(run) if p.around == "checkpoint_experts" else run)(params, buffer)
+    out = parts.detached(p, "out", (jax.checkpoint(run) if p.around == "checkpoint_experts" else run)(params, buffer))
     if p.near_miss == "next_slot":
         slot = slot + 1
     if p.near_miss == "other_token":
@@ -484,6 +488,12 @@ def _scatter_family(draw) -> dict:
     }
 
 
+def _detachable(family: str) -> tuple[str, ...]:
+    """The places at which derivatives can be stopped, of those that a family has."""
+    places = {"einsum": parts.DETACHED, "scatter": ("gates", "buffer", "hidden", "out")}
+    return places.get(family, ("gates", "hidden"))
+
+
 def _near_misses(chosen: dict) -> list[str]:
     """The near-misses that mean something for the choices made so far."""
     family, padded = chosen["family"], chosen["padding"] != "none"
@@ -524,6 +534,7 @@ def programs(draw: st.DrawFn) -> Program:
     if chosen["family"] == "list":
         chosen |= {"walk": draw(st.sampled_from(list(lists.WALKS))), "behind": draw(st.sampled_from(lists.BEHIND))}
     chosen |= _experts(draw)
+    chosen["detached"] = draw(st.sampled_from(["none"] * 9 + [draw(st.sampled_from(_detachable(chosen["family"])))]))
     chosen["around"] = draw(st.sampled_from(["plain", "plain", "plain", *around]))
     chosen["taken"] = draw(st.sampled_from(["step", "step", "step", "forward", "grad", "params", "x", "outside"]))
     chosen["loss"] = draw(st.sampled_from(["square", "square", "sum"]))

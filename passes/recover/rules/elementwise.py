@@ -13,6 +13,7 @@ from typing import Any
 import jax.extend.core.primitives as prims
 import numpy as np
 
+from moe_xla.passes.recover.attachments import ATTACHMENTS
 from moe_xla.passes.recover.facts import bound_of
 from moe_xla.passes.recover.nodes import (
     Graph,
@@ -264,6 +265,8 @@ def _linear(
         if is_boolean(values[0].dtype) and literal_of(values[1]) is not None and literal_of(values[1]) == 0:
             # A product that is better left a product, where a mask holds, is its product with the mask.
             return multiplied(context, cast(graph, values[0], dtype), values[2], shape, dtype)
+    if name in ATTACHMENTS and sparse[0]:
+        return values[0].map_pieces(shape, lambda p: p.replace(factors=_each(graph, prim, params, p.factors)))
     if name == "neg" and sparse[0]:
         return Value(tuple(shape), dtype, tuple(p.replace(coef=-p.coef) for p in values[0].pieces))
     filled = values[1].is_plain or celled(graph, values[1]).background is not None if name == "div" else False
@@ -291,6 +294,11 @@ def _linear(
         if has_unique_cells(graph, joined):
             return joined
     return None
+
+
+def _each(graph: Graph, prim: Any, params: dict[str, Any], factors: Sequence[Factor]) -> tuple[Factor, ...]:
+    """What is a product but for its derivative: the product of its factors, each without theirs."""
+    return tuple(graph.map(prim, params, [f], f.node.dtype) for f in factors)
 
 
 def _is_deferred(value: Value) -> bool:

@@ -9,6 +9,7 @@ import jax.extend.core.primitives as prims
 import numpy as np
 from jax.lax import GatherScatterMode
 
+from moe_xla.passes.recover.attachments import forward_only_p
 from moe_xla.passes.recover.facts import bound_of, conjuncts, depends_on_rank, is_nonnegative
 from moe_xla.passes.recover.grouping import choices_in, matmul_indices
 from moe_xla.passes.recover.nodes import (
@@ -16,6 +17,7 @@ from moe_xla.passes.recover.nodes import (
     Iota,
     Leaf,
     is_floating,
+    is_inexact,
     is_integer,
     is_map,
     literal,
@@ -249,10 +251,66 @@ def _rows_at(context: Context, eqn: Any, operand: Value, indices: Value) -> Valu
     batch, found = indices.shape[:-1], list(columns.values())
 
     def taken(cells: Sequence[tuple[Piece, Sequence[Factor]]]) -> Value:
-        return _taken(context, eqn, operand, batch, list(columns), cells)
+        rows = _taken(context, eqn, operand, batch, list(columns), cells)
+        inside = _inside(context.graph, eqn, operand, batch, list(columns), cells)
+        return _without_cotangents(context.graph, eqn, rows, inside) if inside else rows
 
     rows, other = taken(cells_of(context.graph, batch, found)), other_cells(context.graph, batch, found)
     return rows if other is None else _over(context.graph, rows, taken([other]))
+
+
+def _inside(
+    graph: Graph,
+    eqn: Any,
+    operand: Value,
+    batch: Sequence[int],
+    indexed: Sequence[int],
+    cells: Sequence[tuple[Piece, Sequence[Factor]]],
+) -> list[Value]:
+    """Where cotangents of what a gather reads reach its operand, as tests of the index; none where all of them do."""
+    if eqn.params["mode"] != GatherScatterMode.PROMISE_IN_BOUNDS or not is_inexact(operand.dtype):
+        return []
+    tests = []
+    for base, found in cells:
+        sizes = [operand.shape[d] for d in indexed]
+        moved = [t for index, size in zip(found, sizes, strict=True) for t in _tests_of_range(graph, base, index, size)]
+        values = [Value(tuple(batch), np.dtype(bool), (base.replace(factors=(test,)),)) for test in moved]
+        if not all(v.is_plain for v in values):
+            raise NoRule("an entry of a list that is not proved in range")
+        tests += values
+    return tests
+
+
+def _tests_of_range(graph: Graph, base: Piece, index: Factor, size: int) -> list[Factor]:
+    """Whether an index lies on its axis, in each case in which that is not known."""
+    tests = []
+    for option, conditions in _options(graph, index, size):
+        held = frozenset((*base.guards, *conditions))
+        inside = under_guards(graph, option, held)
+        place, more = peeled(graph, inside, size)
+        if isinstance(_place(graph, place, size, held | set(more)), Idx):
+            within = graph.logical_and([graph.lit(True, bool), *_range(graph, inside, size)])
+            elsewhere = graph.logical_not(graph.logical_and([graph.lit(True, bool), *conditions]))
+            tests.append(graph.map(prims.or_p, {}, [elsewhere, within], np.dtype(bool)))
+    return [t for t in tests if literal(t) is None or not literal(t)]
+
+
+def _range(graph: Graph, index: Factor, size: int) -> list[Factor]:
+    bound = bound_of(graph, index)
+    low = [] if is_nonnegative(graph, index) else [graph.compare(prims.ge_p, index, 0)]
+    return low if bound is not None and bound <= size else [*low, graph.compare(prims.lt_p, index, size)]
+
+
+def _without_cotangents(graph: Graph, eqn: Any, rows: Value, inside: Sequence[Value]) -> Value:
+    """Rows of which those have no cotangents that stand for places out of range, as jax defines it."""
+    cells = [i for i in range(len(rows.shape)) if i not in eqn.params["dimension_numbers"].offset_dims]
+
+    def change(piece: Piece) -> Piece:
+        held = graph.logical_and([read(graph, test, [piece.axes[i] for i in cells]) for test in inside])
+        factors = (graph.select(held, f, graph.map(forward_only_p, {}, [f], f.node.dtype)) for f in piece.factors)
+        return piece.replace(factors=tuple(factors))
+
+    return rows.map_pieces(rows.shape, change)
 
 
 def _indexed(context: Context, eqn: Any, operand: Value, indices: Value) -> dict[int, Value]:
@@ -324,17 +382,21 @@ def _with_units(piece: Piece, kept: Sequence[bool]) -> Piece:
     return piece.replace(axes=tuple(next(axes) if k else UNIT for k in kept))
 
 
-def _with_place(graph: Graph, case: Piece, eqn: Any, index: Factor, size: int) -> list[Piece]:
-    """A case with one more place: where a condition chooses between two, two cases."""
-    options: list[tuple[Factor, list[Factor]]] = [(index, [])]
-    index = unconverted(index)
-    if is_map(index, "select_n") and len(operands_at(index)) == 3:
-        condition, if_false, if_true = operands_at(index)
+def _options(graph: Graph, index: Factor, size: int) -> list[tuple[Factor, list[Factor]]]:
+    """An index, or the two that a condition chooses between, each with when it is that one."""
+    choice = unconverted(index)
+    if is_map(choice, "select_n") and len(operands_at(choice)) == 3:
+        condition, if_false, if_true = operands_at(choice)
         fixed = [literal(i) for i in (if_false, if_true)]
         if any(value is not None and 0 <= value < size for value in fixed):
-            options = [(if_false, [graph.logical_not(condition)]), (if_true, conjuncts(condition))]
+            return [(if_false, [graph.logical_not(condition)]), (if_true, conjuncts(condition))]
+    return [(index, [])]
+
+
+def _with_place(graph: Graph, case: Piece, eqn: Any, index: Factor, size: int) -> list[Piece]:
+    """A case with one more place: where a condition chooses between two, two cases."""
     cases = []
-    for option, conditions in options:
+    for option, conditions in _options(graph, index, size):
         held = frozenset((*case.guards, *conditions))
         inside = under_guards(graph, option, held)
         value = literal(inside)
