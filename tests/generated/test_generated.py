@@ -50,6 +50,8 @@ NAMED: dict[str, Program] = {
     "kept_choices_of_another_branch": Program(
         pick="einsum", order="offset", rank_dtype="float64", activation="one_plus_tanh", around="cond", taken="x"
     ),
+    # what the forward pass hands to the backward one is an array that is computed there again, from itself
+    "saved_array_computed_anew": Program(choices=1, family="scatter", take="where", around="map"),
     # rows beyond the capacity read the last slot, but their cotangents do not reach it
     "visible_rows_differentiated_from_outside": Program(family="scatter", take="visible", taken="outside"),
     "padding_before_the_first_slot": Program(padding="periodic", rank="after", near_miss="padding_unmasked"),

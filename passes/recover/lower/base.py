@@ -104,6 +104,8 @@ class Emitter:
         self.arrays = arrays
         self.kept: dict[Wire, bool] = {}
         self.nodes: dict[Node, Any] = {}
+        # Nodes whose array the program's own equation is just about to give.
+        self.pending: set[Node] = set()
         self.rows: dict[Any, Any] = {}
         self.plans: dict[Routing, ops.Plan] = {}
         self.layouts: dict[Any, Layout | None] = {}

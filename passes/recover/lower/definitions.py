@@ -52,17 +52,27 @@ class DefinitionEmitter(Emitter):
     def node(self, node: Node) -> Any:
         """A node's array over its own axes."""
         if node not in self.nodes:
-            self.nodes[node] = self._emit(node)
+            # What a body takes in may be what an array in the body computes anew, from that: it comes from elsewhere.
+            array = self._as_written(node) if node not in self.pending else None
+            self.nodes[node] = self._emit(node) if array is None else array
         return self.nodes[node]
+
+    def _as_written(self, node: Node) -> Any | None:
+        """A node's array from the program's own equation for it, if that can run."""
+        if node.origin is None or not self.keeps(node.origin):
+            return None
+        self.pending.add(node)
+        try:
+            array = self.array(node.origin)
+        finally:
+            self.pending.remove(node)
+        return lax.reshape(array, node.shape) if array.shape != node.shape else array
 
     def _emit(self, node: Node) -> Any:
         if isinstance(node, Lit):
             return np.asarray(node.value)
         if isinstance(node, Leaf):
             return self.array(node.wire)
-        if node.origin is not None and self.keeps(node.origin):
-            array = self.array(node.origin)
-            return lax.reshape(array, node.shape) if array.shape != node.shape else array
         if isinstance(node, Iota):
             return lax.iota(node.dtype, node.shape[0])
         if isinstance(node, Rank):
