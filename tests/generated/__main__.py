@@ -46,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{len(judged)} programs in {time.perf_counter() - start:.0f} s", flush=True)
 
     print(f"{options.number} programs, --seed {options.seed}", flush=True)
-    verdicts = run_programs(options.number, options.seed, on_wrong if options.keep_going else None, on_judged)
+    wrong_one = on_wrong if options.keep_going else None
+    verdicts = run_programs(options.number, options.seed, wrong_one, on_judged, stops=True)
     if options.table:
         print("\n".join([*refusals(verdicts), *table(verdicts)]))
     asked = len(meant(verdicts))

@@ -513,8 +513,8 @@ def _near_misses(chosen: dict) -> list[str]:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
-    """Any program whose choices fit together; every fourth is a near-miss."""
+def programs(draw: st.DrawFn, stops: bool = False) -> Program:
+    """Any program whose choices fit together; every fourth is a near-miss, every tenth stops derivatives if asked."""
     sizes = dict(zip(("tokens", "experts", "model", "hidden"), draw(st.sampled_from(SIZES)), strict=True))
     chosen = {**sizes, "choices": min(draw(st.sampled_from([2, 1, 2, 3])), sizes["experts"])}
     families = ["einsum"] * 6 + ["scatter"] * 3 + ["list"] + [draw(st.sampled_from(list(parts.DENSE)))]
@@ -534,7 +534,10 @@ def programs(draw: st.DrawFn) -> Program:
     if chosen["family"] == "list":
         chosen |= {"walk": draw(st.sampled_from(list(lists.WALKS))), "behind": draw(st.sampled_from(lists.BEHIND))}
     chosen |= _experts(draw)
-    chosen["detached"] = draw(st.sampled_from(["none"] * 9 + [draw(st.sampled_from(_detachable(chosen["family"])))]))
+    if stops:
+        chosen["detached"] = draw(
+            st.sampled_from(["none"] * 9 + [draw(st.sampled_from(_detachable(chosen["family"])))])
+        )
     chosen["around"] = draw(st.sampled_from(["plain", "plain", "plain", *around]))
     chosen["taken"] = draw(st.sampled_from(["step", "step", "step", "forward", "grad", "params", "x", "outside"]))
     chosen["loss"] = draw(st.sampled_from(["square", "square", "sum"]))

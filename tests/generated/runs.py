@@ -21,11 +21,12 @@ def run_programs(
     seed: int,
     on_wrong: Callable[[Program, Exception], None] | None = None,
     on_judged: Callable[[list[Verdict]], None] | None = None,
+    stops: bool = False,
 ) -> list[Verdict]:
     """Verdicts of `number` different programs; equal seeds draw equal programs.
 
     The first wrong program is made smaller and raised, printed by its choices; with `on_wrong` every wrong one is
-    given to it as it was drawn, and the run goes on.
+    given to it as it was drawn, and the run goes on.  `stops` draws programs that stop derivatives, too.
     """
     verdicts: dict[Program, list[Verdict]] = {}
 
@@ -38,7 +39,7 @@ def run_programs(
         suppress_health_check=list(hypothesis.HealthCheck),
         phases=[hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if on_wrong is None else [])],
     )
-    @hypothesis.given(program=programs())
+    @hypothesis.given(program=programs(stops))
     def is_right(program: Program) -> None:
         hypothesis.assume(program not in verdicts)
         try:
