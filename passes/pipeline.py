@@ -421,7 +421,7 @@ def _recovered(
         consts = [recovery.closed_over(*pair) for pair in zip(closed.jaxpr.constvars, closed.consts, strict=True)]
         outputs = recovery.walk(closed.jaxpr, consts, inputs)
     except Exception as error:
-        reason = _internal("lift", error)
+        reason = str(error) if isinstance(error, TooLarge) else _internal("lift", error)
         return Refusal(frozenset(), reason, None) if session.sources else None
     session.unite_recomputed()
     found = _layers(session)
